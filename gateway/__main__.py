@@ -1,4 +1,4 @@
-"""`python -m gateway` is `mlx-gateway`."""
+"""Make `python -m gateway` run the `mlx-gateway` command."""
 
 from gateway.cli import main
 

@@ -1,4 +1,4 @@
-"""The one clock: monotonic seconds, for deadlines and for everything that is timed."""
+"""The monotonic clock, in seconds, used for all deadlines and measurements."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -8,7 +8,7 @@ __all__ = ["Stage", "Timings", "now"]
 
 
 class Stage(StrEnum):
-    """The stages of a request's time, by their names in headers, metrics, logs and traces."""
+    """The stages of a request, with the names that headers, metrics, logs and traces use."""
 
     PARSE = "parse"
     LOAD = "load"
@@ -24,36 +24,38 @@ class Stage(StrEnum):
 
 @dataclass(slots=True)
 class Timings:
-    """When a request was in each stage, recorded by the code that does the stage's work.
+    """The times at which a request was in each stage, recorded by the code that does the work.
 
-    An embedding has INFERENCE, an answer PREFILL (until its first token) and DECODE. Times are of
-    the monotonic clock.
+    An embeddings request has an INFERENCE stage. A chat request has PREFILL (until its first token)
+    and DECODE instead. Times are readings of the monotonic clock.
     """
 
     started: float = field(default_factory=now)
     model: str | None = None
-    # The present stage, or the one at which the request ended early; None before and after.
+    # The current stage, or the stage in which the request was cancelled or failed; None before the
+    # first stage and after a complete answer.
     stage: Stage | None = None
-    # All passes are one interval, and so are all waits between them.
+    # Start and end of each stage. An embeddings request has one interval for all its passes, and
+    # one for all its waits between them.
     intervals: list[tuple[Stage, float, float]] = field(default_factory=list)
     first_token: float | None = None
     tokens_in: int = 0
     tokens_out: int = 0
     cached_tokens: int = 0
     finish_reasons: list[str] = field(default_factory=list)
-    # The number of times that its sequences' KV was freed, and their tokens read again.
+    # How often one of its sequences was preempted: its KV freed, and its tokens prefilled again.
     preemptions: int = 0
     # The timings of the other jobs of the same request.
     parallel: list["Timings"] = field(default_factory=list)
 
     @property
     def tokens(self) -> int:
-        """Return all the request's tokens so far, prompt and completion."""
+        """Return the number of the request's tokens so far, prompt and completion."""
         return self.tokens_in + self.tokens_out + sum(part.tokens for part in self.parallel)
 
     @property
     def seconds(self) -> dict[Stage, float]:
-        """Return the seconds spent in each stage, in the order of their ends."""
+        """Return the seconds spent in each stage, in the order in which the stages ended."""
         seconds: dict[Stage, float] = {}
         for stage, started, ended in self.intervals:
             seconds[stage] = seconds.get(stage, 0.0) + (ended - started)
@@ -67,5 +69,5 @@ class Timings:
         return stages
 
     def add(self, stage: Stage, started: float, ended: float | None = None) -> None:
-        """Add a stage's time, from one reading of the monotonic clock to another, or to now."""
+        """Record an interval of a stage, between two readings of the clock (default: until now)."""
         self.intervals.append((stage, started, now() if ended is None else ended))

@@ -1,6 +1,6 @@
-"""Every error of the gateway, and its answer: status, type, code and message.
+"""Every error of the gateway, with the status, type, code and message that the client gets.
 
-Errors are raised where they are found, and become JSON in one place (api/middleware).
+Errors are raised where the problem is found, and become JSON in one place (api/middleware).
 """
 
 from collections.abc import Sequence
@@ -15,13 +15,13 @@ SHOWN_CHARS = 256
 
 
 def shorten(text: str) -> str:
-    """Cut a caller's text to SHOWN_CHARS, for a message that repeats it."""
+    """Cut a caller's text to SHOWN_CHARS, to quote it in a message."""
     if len(text) <= SHOWN_CHARS:
         return text
     return f"{text[:SHOWN_CHARS]}…"
 
 
-# The parts of a job that an error may be about; wire has each endpoint's own names for them.
+# The parts of a job that an error may be about; wire maps them to each endpoint's field names.
 Part = Literal[
     "prompt", "documents", "questions", "prompt_name", "template_args", "tools", "answer_form",
     "min_tokens", "thinking_budget",
@@ -29,7 +29,7 @@ Part = Literal[
 
 
 class ErrorDetails(TypedDict):
-    """The error itself, always with all four keys."""
+    """The object inside OpenAI's error envelope, always with all four keys."""
 
     message: str
     type: str
@@ -44,7 +44,7 @@ class ErrorBody(TypedDict):
 
 
 class GatewayError(Exception):
-    """An answer other than success, sent with its `headers`."""
+    """The base class of errors that become an error response, sent with its `headers`."""
 
     status: int = HTTPStatus.INTERNAL_SERVER_ERROR
     type: ClassVar[str] = "server_error"
@@ -70,7 +70,7 @@ class GatewayError(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        """Return the headers by which OpenAI's SDKs decide whether, and when, to retry."""
+        """Return the headers that tell OpenAI's SDKs whether, and when, to retry."""
         headers = {}
         if self.retry_after_s is not None:
             headers["retry-after"] = str(max(1, round(self.retry_after_s)))
@@ -79,13 +79,13 @@ class GatewayError(Exception):
         return headers
 
     def copy(self, **changes: str | None) -> Self:
-        """Return a copy without frames, which gather in an error that is raised many times."""
+        """Return a copy without a traceback: an error raised many times accumulates frames."""
         copy = type(self).__new__(type(self), *self.args)
         vars(copy).update(vars(self), **changes)
         return copy
 
     def named(self, param: str, code: str | None = None) -> Self:
-        """Return a copy that is about this field of a request, with this code if it has none."""
+        """Return a copy with `param` set, and with `code` if the error has no code yet."""
         return self.copy(param=param, code=self.code or code)
 
     def body(self) -> ErrorBody:
@@ -101,7 +101,7 @@ class GatewayError(Exception):
 
 
 class RequestError(GatewayError):
-    """An error that the caller has to correct."""
+    """An error caused by the request, which the caller has to correct."""
 
     type = "invalid_request_error"
 
@@ -112,23 +112,8 @@ class BadRequest(RequestError):
     status = HTTPStatus.BAD_REQUEST
 
 
-class ImageRefused(BadRequest):
-    """An image for a model that reads text. `place` is its place in the request."""
-
-    def __init__(self, kind: str, place: str, param: str) -> None:
-        # "Could not process image" are the words of Anthropic's own API: Claude Code reads them,
-        # takes the image out of its session and asks again.
-        super().__init__(
-            f"Invalid '{place}': Could not process image of type '{kind}': this model reads text. "
-            "Send text, or ask a model that reads images. With GATEWAY_LEAVE_OUT_IMAGES=true, or "
-            "in one request the header x-gateway-leave-out-images: true, images of earlier turns "
-            "and of tools' results are left out: a session then goes on with the next message.",
-            param=param,
-        )
-
-
 class ContextLengthExceeded(BadRequest):
-    """A prompt or text longer than the model can read."""
+    """A prompt or text is longer than the model's context."""
 
     code = "context_length_exceeded"
 
@@ -147,19 +132,19 @@ class ContextLengthExceeded(BadRequest):
 
 
 class UnsupportedParameter(BadRequest):
-    """A known field that would change the answer and is not supported."""
+    """The request has a field of the API that isn't supported and would change the answer."""
 
     code = "unsupported_parameter"
 
 
 class UnknownParameter(BadRequest):
-    """An unknown field, refused only in strict mode."""
+    """The request has an unknown field; raised only in strict mode."""
 
     code = "unknown_parameter"
 
 
 class Unauthorized(RequestError):
-    """No key, or a wrong one."""
+    """The request has no API key, or a wrong one."""
 
     status = HTTPStatus.UNAUTHORIZED
     code = "invalid_api_key"
@@ -171,28 +156,28 @@ class Unauthorized(RequestError):
 
 
 class Forbidden(RequestError):
-    """A browser's origin, or a host, that is not allowed."""
+    """The request's `Origin` or `Host` is not allowed."""
 
     status = HTTPStatus.FORBIDDEN
     code = "forbidden"
 
 
 class UnknownUrl(RequestError):
-    """A path that is not served."""
+    """The path is not served."""
 
     status = HTTPStatus.NOT_FOUND
     code = "unknown_url"
 
 
 class ResponseNotFound(RequestError):
-    """The caller has no stored response, or item of one, with this id."""
+    """The caller has no stored response, and no item of a stored response, with this id."""
 
     status = HTTPStatus.NOT_FOUND
     code = "response_not_found"
 
 
 class RequestNotFound(RequestError):
-    """No request in flight has this number."""
+    """The operator's request to cancel names a number that no request in flight has."""
 
     status = HTTPStatus.NOT_FOUND
     code = "request_not_found"
@@ -202,7 +187,7 @@ class RequestNotFound(RequestError):
 
 
 class MethodNotAllowed(RequestError):
-    """A path that is served, but not by this method."""
+    """The path is served, but not with this method."""
 
     status = HTTPStatus.METHOD_NOT_ALLOWED
     code = "method_not_allowed"
@@ -234,55 +219,55 @@ class ModelNotFound(RequestError):
 
 
 class TooLarge(RequestError):
-    """A body beyond the limit."""
+    """The body is larger than the limit."""
 
     status = HTTPStatus.REQUEST_ENTITY_TOO_LARGE
     code = "request_too_large"
 
 
 class EncodingNotSupported(RequestError):
-    """A body that is compressed."""
+    """The body is compressed."""
 
     status = HTTPStatus.UNSUPPORTED_MEDIA_TYPE
     code = "unsupported_content_encoding"
 
     def __init__(self, encoding: str) -> None:
         super().__init__(
-            f"The request body has the Content-Encoding `{shorten(encoding)}`; send it as it is."
+            f"The request body has Content-Encoding `{shorten(encoding)}`; send it uncompressed."
         )
 
     @property
     def headers(self) -> dict[str, str]:
-        """Return the usual headers, and the encodings that RFC 9110 asks of such a 415."""
+        """Return the usual headers, and the accepted encodings, as RFC 9110 asks for this 415."""
         return {**super().headers, "accept-encoding": "identity"}
 
 
 class VersionNotSupported(RequestError):
-    """A version of HTTP after 1.1."""
+    """The client speaks a version of HTTP later than 1.1."""
 
     status = HTTPStatus.HTTP_VERSION_NOT_SUPPORTED
     code = "http_version_not_supported"
 
     def __init__(self) -> None:
-        super().__init__("HTTP/1.1 is spoken here; a proxy in front of it may speak HTTP/2.")
+        super().__init__("Only HTTP/1.1 is supported; for HTTP/2, put a proxy in front.")
 
 
 class HeadTooLarge(RequestError):
-    """A path, query and headers that together are beyond the limit."""
+    """The path, query and headers together are larger than the limit."""
 
     status = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
     code = "request_header_fields_too_large"
 
 
 class SlowBody(RequestError):
-    """A body that took too long to arrive."""
+    """The body took too long to arrive."""
 
     status = HTTPStatus.REQUEST_TIMEOUT
     code = "request_timeout"
 
 
 class Overloaded(GatewayError):
-    """The queue is full: a 429, after which clients wait and retry."""
+    """The queue is full. Clients wait and retry after a 429."""
 
     status = HTTPStatus.TOO_MANY_REQUESTS
     type = "rate_limit_error"
@@ -290,19 +275,19 @@ class Overloaded(GatewayError):
 
 
 class TooManyWatchers(GatewayError):
-    """The most dashboards that may be open are open already."""
+    """The limit of open dashboards is reached."""
 
     status = HTTPStatus.TOO_MANY_REQUESTS
     type = "rate_limit_error"
     code = "too_many_watchers"
 
     def __init__(self, most: int) -> None:
-        message = f"{most} dashboards are open already, the most there may be: close one of them."
+        message = f"{most} dashboards are open already, which is the limit: close one of them."
         super().__init__(message, retry_after_s=10)
 
 
 class RateLimited(GatewayError):
-    """The caller has used its allowance of this minute."""
+    """The caller has used up its requests or tokens per minute."""
 
     status = HTTPStatus.TOO_MANY_REQUESTS
     type = "rate_limit_error"
@@ -318,7 +303,7 @@ class Unavailable(GatewayError):
 
 
 class ShuttingDown(Unavailable):
-    """The gateway stops: whatever arrives, or is under way, is refused or ended."""
+    """The gateway is shutting down: new requests are refused and running ones are ended."""
 
     def __init__(self) -> None:
         super().__init__("The gateway is shutting down.", retry_after_s=1)
@@ -340,7 +325,7 @@ class ModelLoading(Unavailable):
 
 
 class ModelUnavailable(Unavailable):
-    """The model's files cannot be found or downloaded: the message names the model and cause."""
+    """The model's files cannot be found or downloaded. The message names the model and cause."""
 
     code = "model_unavailable"
 
@@ -351,7 +336,7 @@ class ModelUnavailable(Unavailable):
 
 
 class ModelRefused(BadRequest):
-    """A model that was named without an entry of models.yaml may not, or cannot, be served."""
+    """The request names a model outside models.yaml that isn't allowed or cannot be served."""
 
     code = "model_refused"
 
@@ -361,7 +346,7 @@ class ModelRefused(BadRequest):
 
 
 class NoRoom(Unavailable):
-    """The model needs the memory of others that are in use: retry later."""
+    """The model needs memory that models in use occupy: retry later."""
 
     code = "no_room"
 
@@ -375,7 +360,7 @@ class NoRoom(Unavailable):
 
 
 class InsufficientMemory(GatewayError):
-    """The model can never fit in the memory it may use: the message has the bytes."""
+    """The model can never fit in the memory budget. The message has the bytes."""
 
     status = HTTPStatus.INSUFFICIENT_STORAGE
     code = "insufficient_memory"
@@ -386,7 +371,7 @@ class InsufficientMemory(GatewayError):
 
 
 class InsufficientDisk(GatewayError):
-    """The model's files would leave too little room on the disk: the message has the bytes."""
+    """The model's files would leave too little free disk space. The message has the bytes."""
 
     status = HTTPStatus.INSUFFICIENT_STORAGE
     code = "insufficient_disk"
@@ -404,13 +389,13 @@ class PromptTooLarge(GatewayError):
     def __init__(self, model: str, tokens: int, most: int) -> None:
         super().__init__(
             f"A prompt of {tokens} tokens needs more memory than the model `{model}` may use here: "
-            f"at most {most} tokens have room.",
+            f"at most {most} tokens fit.",
             should_retry=False,
         )
 
 
 class ModelLoadFailed(GatewayError):
-    """The model's files are on disk but invalid: the message names the file or key."""
+    """The model's files are on disk but invalid. The message names the file or key."""
 
     code = "model_load_failed"
 
@@ -421,7 +406,7 @@ class ModelLoadFailed(GatewayError):
 
 
 class EngineFailed(GatewayError):
-    """The engine failed on this row: the message names the model."""
+    """The engine failed on this request. The message names the model."""
 
     code = "engine_failed"
 
@@ -431,17 +416,17 @@ class EngineFailed(GatewayError):
 
 
 class SchemaViolated(GatewayError):
-    """The answer breaks the schema that it must fit, and so did a second answer, if any."""
+    """The answer violates a schema that it must fit, as did the second try, if there was one."""
 
     code = "schema_violated"
 
     def __init__(self) -> None:
-        message = "The model's answer does not fit the schema that it has to fit."
+        message = "The model's answer does not match the required JSON schema."
         super().__init__(message, should_retry=False)
 
 
 class OutOfMemory(Unavailable):
-    """The device had no memory for this row, even after others were dropped: retry later."""
+    """The device had no memory for this row, even after other rows were removed: retry later."""
 
     code = "out_of_memory"
 
@@ -454,7 +439,7 @@ class OutOfMemory(Unavailable):
 
 
 class DeviceLost(Unavailable):
-    """The device is lost to this process, which ends: retry once it is restarted."""
+    """The device no longer works in this process, which exits: retry after it has restarted."""
 
     code = "device_lost"
 
@@ -464,7 +449,7 @@ class DeviceLost(Unavailable):
 
 
 class DeadlineExceeded(GatewayError):
-    """The timeout of the caller, or of the settings, is over."""
+    """The request took longer than the timeout that the caller, or else the settings, allow."""
 
     status = HTTPStatus.GATEWAY_TIMEOUT
     code = "deadline_exceeded"
@@ -475,13 +460,13 @@ class DeadlineExceeded(GatewayError):
 
 
 class ModelsFileInvalid(BadRequest):
-    """models.yaml cannot be reloaded: the message has its problems, one per line."""
+    """models.yaml is invalid on reload. The message lists its problems, one per line."""
 
     code = "models_file_invalid"
 
 
 class RegistryInvalid(Exception):
-    """models.yaml is invalid: one line per problem."""
+    """models.yaml is invalid. The message lists its problems, one per line."""
 
     def __init__(self, problems: list[str]) -> None:
         super().__init__("\n".join(problems))
@@ -489,22 +474,22 @@ class RegistryInvalid(Exception):
 
 
 class BlasUnusable(Exception):
-    """The library that GATEWAY_BLAS names cannot serve as BLAS."""
+    """The library that GATEWAY_BLAS names cannot be used as BLAS."""
 
 
 class Fault(StrEnum):
-    """The state of the device, by an error that MLX has raised."""
+    """The kind of an error that MLX has raised: the state of the device that it shows."""
 
-    FATAL = "fatal"  # the device no longer works for this process
+    FATAL = "fatal"  # the device no longer works in this process
     PRESSURE = "pressure"  # the device has run out of memory
-    ROW = "row"  # the device is well: this work cannot be computed, now or later
-    COMPILER = "compiler"  # the device is well: code for it could not be made, and is not needed
+    ROW = "row"  # the device works, but this input fails on every try
+    COMPILER = "compiler"  # the device works; compiling code failed, but MLX can run without it
     UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True, slots=True)
 class PassFault:
-    """An error that a pass has raised, in words for the log."""
+    """An error that a pass has raised: its kind, and a message for the log."""
 
     fault: Fault
     message: str

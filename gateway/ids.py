@@ -1,18 +1,19 @@
-"""Random ids. The ids of objects kept for clients name the process that keeps them."""
+"""Random ids. The ids of objects stored for clients contain the name of the storing process."""
 
 import secrets
 from typing import Final
 
 NAME_CHARS: Final = 8
-# The name of this process. A router finds the process by it; kept objects end with the process.
+# The name of this process. A router uses it to find the process that has a stored object: objects
+# are stored in the process's memory only.
 OWN_NAME: Final = secrets.token_hex(NAME_CHARS // 2)
 
 
 def new_id(prefix: str, nbytes: int) -> str:
-    """Return an id of `nbytes` bytes as hexadecimal digits; the first are the process's name."""
+    """Return `prefix_` and `nbytes` bytes as hex digits, which begin with OWN_NAME."""
     return f"{prefix}_{OWN_NAME}{secrets.token_hex(nbytes - NAME_CHARS // 2)}"
 
 
 def passing_id(prefix: str) -> str:
-    """Return an id for an object that is not kept."""
+    """Return an id for an object that is not stored."""
     return f"{prefix}-{secrets.token_hex(12)}"

@@ -1,7 +1,7 @@
 """structlog, configured once: an event name and keys, to stderr.
 
-A line of JSON has every key. A line of the console is for a person: the most important keys come
-first, and it is cut to COLUMNS. No text of a caller can begin a line of either or move the cursor.
+A JSON line has every key. A console line is for a person: the most important keys come first, and
+it is cut to COLUMNS. In neither format can a caller's text begin a line or move the cursor.
 """
 
 import json
@@ -38,7 +38,7 @@ def configure(level: str = "info", style: Format = "auto") -> None:
             structlog.processors.add_log_level,
             stamp,
             structlog.processors.StackInfoRenderer(),
-            # This processor shows no variables of frames, which hold keys and prompts.
+            # Tracebacks without local variables, which may hold API keys and prompts.
             structlog.processors.format_exc_info,
             render,
         ],
@@ -51,9 +51,9 @@ def configure(level: str = "info", style: Format = "auto") -> None:
 
 
 class _Writer(structlog.WriteLogger):
-    """Writes each line in one piece; a line that cannot be written is counted.
+    """A writer that writes each line in one piece, and counts lines that it cannot write.
 
-    The disk may be full, or the reader gone: code that logs must not fail for that.
+    Code that logs must not fail because the disk is full or the reader of a pipe is gone.
     """
 
     def msg(self, message: str) -> None:
@@ -100,7 +100,7 @@ def is_console(style: Format) -> bool:
 
 
 def _console(_: Any, __: str, event_fields: MutableMapping[str, Any]) -> str:
-    """Return an event as a line for a person: a warning, error or prompt is wrapped, others cut."""
+    """Return an event as a console line: warnings, errors and prompts are wrapped, others cut."""
     fields = dict(event_fields)
     event, level = _text(fields.pop("event", "")), fields.pop("level", "info")
     time, request_id = fields.pop("timestamp", ""), fields.pop("request_id", None)
@@ -138,7 +138,7 @@ def _take_request(fields: dict[str, Any]) -> Iterator[str]:
 
 
 def _format_fields(fields: dict[str, Any], columns: int | None) -> Iterator[str]:
-    """Yield each key with its value; bytes and seconds with their units."""
+    """Yield each key with its value. Bytes and seconds get a unit."""
     for key, value in fields.items():
         if (key == "bytes" or key.endswith("_bytes")) and isinstance(value, int):
             text = human_bytes(value)
@@ -146,7 +146,7 @@ def _format_fields(fields: dict[str, Any], columns: int | None) -> Iterator[str]
             text = f"{value} s"
         else:
             text = _word(value, columns)
-        if key in ("bytes", "seconds"):  # the unit names the field
+        if key in ("bytes", "seconds"):  # the unit makes the key superfluous
             yield text
         else:
             yield f"{_text(key)}={text}"
@@ -164,7 +164,7 @@ def human_bytes(count: int) -> str:
 
 
 def fit(text: str, columns: int) -> str:
-    """Return a text cut to `columns`, with an ellipsis for the rest."""
+    """Return a text cut to `columns`, ending in an ellipsis if it was longer."""
     if len(text) <= columns and _width(text) <= columns:
         return text
     parts, used = [], 0
@@ -177,7 +177,7 @@ def fit(text: str, columns: int) -> str:
 
 
 def _wrap(line: str) -> Iterator[str]:
-    """Wrap a line at spaces where possible; later parts are indented."""
+    """Yield the parts of a line, split at spaces where possible; all but the first are indented."""
     indent, left = "", line
     while _width(indent + left) > COLUMNS:
         part = fit(left, COLUMNS - len(indent) + 1)[:-1]
@@ -199,7 +199,7 @@ def _width(text: str) -> int:
 
 
 def _word(value: Any, columns: int | None = None) -> str:
-    """Return a value as text in at most `columns`, quoted if its end would be unclear."""
+    """Return a value as text in at most `columns`, quoted if it is empty or has spaces or `=`."""
     text = _text(value)
     is_quoted = isinstance(value, str) and (not text or any(mark in text for mark in ' "='))
     if columns is not None:
@@ -210,7 +210,7 @@ def _word(value: Any, columns: int | None = None) -> str:
 
 
 def _text(value: Any) -> str:
-    """Return any value as one line of text that moves no cursor."""
+    """Return any value as one line of text, with control characters escaped."""
     if isinstance(value, Mapping):
         text = ",".join(f"{_text(key)}:{_text(value[key])}" for key in value)
     else:
@@ -221,6 +221,6 @@ def _text(value: Any) -> str:
 
 
 def _escape(text: str, escape: Callable[[str], str]) -> str:
-    """Escape the characters that end a line, or move a cursor."""
+    """Escape the characters that may end a line or move the cursor."""
     special = {character for character in text if not character.isprintable()}
     return text.translate({ord(character): escape(character) for character in special})

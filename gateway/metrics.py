@@ -1,4 +1,4 @@
-"""Every metric, declared once. Floors above the engine count; the engine does not."""
+"""Every metric, declared in one place. The engine doesn't count; the layers above it do."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,7 +24,7 @@ M = TypeVar("M", Counter, Gauge, Histogram)
 
 @cache
 def of(metric: M, *labels: str) -> M:
-    """Return a metric's series, cached: a lookup takes longer than a count."""
+    """Return a metric's series for these labels. Cached, since a lookup is slower than `inc`."""
     return metric.labels(*labels)
 
 
@@ -40,14 +40,14 @@ REQUEST_SECONDS = Histogram(
 REJECTED = Counter("gateway_rejected", "Requests refused by a full queue.", ["model"])
 CANCELLED = Counter(
     "gateway_cancelled",
-    "Requests whose caller left, or that were cancelled, by their stage at that moment.",
+    "Requests whose client disconnected, or that were cancelled, by their stage at that time.",
     ["model", "stage"],
 )
 TOKENS_IN = Counter("gateway_prompt_tokens", "Tokens read.", ["model"])
 TOKENS_OUT = Counter("gateway_completion_tokens", "Tokens written.", ["model"])
 PROMPT_LENGTH = Histogram(
     "gateway_prompt_length_tokens",
-    "Tokens of a request's prompt, or of its texts together.",
+    "Tokens of a request's prompt, or the sum over its texts.",
     ["model"],
     buckets=_TOKENS,
 )
@@ -64,13 +64,13 @@ STAGE_SECONDS = Histogram(
 )
 FIRST_TOKEN_SECONDS = Histogram(
     "gateway_time_to_first_token_seconds",
-    "From request to first token.",
+    "Seconds from a request's arrival to its first token.",
     ["model"],
     buckets=_SECONDS,
 )
 OUTPUT_TOKEN_SECONDS = Histogram(
     "gateway_time_per_output_token_seconds",
-    "Per token, after the first.",
+    "Seconds per token of an answer, after its first token.",
     ["model"],
     buckets=_SECONDS,
 )
@@ -84,11 +84,11 @@ BATCH_PADDING = Histogram(
     buckets=_SHARES,
 )
 BATCH_FAULTS = Counter(
-    "gateway_batch_faults", "Passes that failed, and whose answers were read again.", ["model"]
+    "gateway_batch_faults", "Failed passes, after which their answers are retried.", ["model"]
 )
-SHEDDINGS = Counter("gateway_sheddings", "Times that the device's memory ended in a pass.")
+SHEDDINGS = Counter("gateway_sheddings", "Times that the device ran out of memory in a pass.")
 FAST_PATH = Counter(
-    "gateway_fast_path", "Embedding batches that began at once, on an idle device.", ["model"]
+    "gateway_fast_path", "Embedding batches that started at once, on an idle device.", ["model"]
 )
 EMBEDDING_CACHE = Counter(
     "gateway_embedding_cache", "Texts looked up in the embedding cache.", ["model", "outcome"]
@@ -116,21 +116,21 @@ TOWER_SECONDS = Histogram(
 )
 READ_AHEAD = Counter(
     "gateway_tokens_read_ahead",
-    "Tokens read several at a time: forced by a grammar, drafted, and accepted drafts.",
+    "Tokens decoded ahead: forced by a grammar, drafted, and accepted drafts.",
     ["model", "kind"],
 )
 DRAFT_GAIN = Gauge(
     "gateway_draft_gain",
-    "Speed of passes with drafts, as a ratio to without, when last measured: below 1 they pause.",
+    "Speed with drafts relative to without, when last measured; drafting pauses below 1.",
     ["model", "drafter"],
 )
 WIDTH_GAIN = Gauge(
     "gateway_batch_width_gain",
-    "Tokens a second of answers that take turns, as a ratio to one batch; 1 while they share it.",
+    "Tokens per second of answers that take turns, relative to one batch; 1 while they share one.",
     ["model"],
 )
 PREEMPTIONS = Counter(
-    "gateway_preemptions", "Answers that gave their memory back, to continue later.", ["model"]
+    "gateway_preemptions", "Answers whose KV was freed, to be continued later.", ["model"]
 )
 QUEUE_DEPTH = Gauge("gateway_queue_depth", "Requests waiting or running.", ["model"])
 QUEUE_CHOICES = Gauge("gateway_queue_choices", "Answers of requests waiting or running.", ["model"])
@@ -140,26 +140,26 @@ MODELS_LOADED = Gauge("gateway_models_loaded", "Models held in the cache.")
 MODEL_LOADS = Counter("gateway_model_loads", "Loads by outcome.", ["model", "outcome"])
 PULLED_BYTES = Counter(
     "gateway_pulled_bytes",
-    "Bytes of models that were downloaded, by the key they count to.",
+    "Bytes of models' files downloaded, by the API key that asked for them.",
     ["key"],
 )
 EVICTIONS = Counter("gateway_model_evictions", "Models freed to make room.", ["model"])
-LANE_WAIT = Histogram("gateway_lane_wait_seconds", "Device waited for.", ["kind"], buckets=_SECONDS)
-LANE_HOLD = Histogram("gateway_lane_hold_seconds", "Device in use.", ["kind"], buckets=_SECONDS)
+LANE_WAIT = Histogram("gateway_lane_wait_seconds", "Waits for a turn.", ["kind"], buckets=_SECONDS)
+LANE_HOLD = Histogram("gateway_lane_hold_seconds", "Length of turns.", ["kind"], buckets=_SECONDS)
 LANE_SECONDS = Counter("gateway_lane_seconds", "Seconds of the device, by kind of work.", ["kind"])
-GRAMMARS = Counter("gateway_grammars", "Grammars asked for, by outcome.", ["model", "outcome"])
+GRAMMARS = Counter("gateway_grammars", "Grammars requested, by outcome.", ["model", "outcome"])
 CHECKED_ANSWERS = Counter(
     "gateway_checked_answers",
-    "Answers checked by a schema that their grammar held in part, by outcome.",
+    "Answers checked against their JSON schema, by outcome.",
     ["model", "outcome"],
 )
 GRAMMAR_COMPILE_SECONDS = Histogram(
-    "gateway_grammar_compile_seconds", "Compiled a grammar.", ["model"], buckets=_SECONDS
+    "gateway_grammar_compile_seconds", "Seconds to compile a grammar.", ["model"], buckets=_SECONDS
 )
 
 
 def count_prompt(model: str, tokens: int) -> None:
-    """Count the tokens of a request's prompt, or of its texts together."""
+    """Count the tokens of a request's prompt, or the sum over its texts."""
     of(TOKENS_IN, model).inc(tokens)
     of(PROMPT_LENGTH, model).observe(tokens)
 
@@ -182,13 +182,13 @@ Reading: TypeAlias = Metric
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """A gauge computed at scrape time."""
+    """A gauge whose value is computed at scrape time."""
 
     name: str
     text: str
 
     def read(self, value: float) -> Reading:
-        """Return the gauge with its one value."""
+        """Return the gauge with a single value."""
         return GaugeMetricFamily(self.name, self.text, value=value)
 
     def read_by_model(self, values: Mapping[str, float]) -> Reading:
@@ -202,24 +202,24 @@ class Level:
 READY = Level("gateway_ready", "1 while /ready answers 200, else 0.")
 HEARTBEAT_AGE = Level(
     "gateway_heartbeat_age_seconds",
-    "For how long the device's thread has not moved; 0 while it has no work.",
+    "Seconds for which the device's thread has made no progress; 0 while it has no work.",
 )
 LOG_LINES_LOST = Level(
-    "gateway_log_lines_lost", "Log lines that could not be written: a full disk, a reader gone."
+    "gateway_log_lines_lost", "Log lines that could not be written, for example to a full disk."
 )
 ROWS = Level("gateway_rows", "Answers under way: prompts being read, or answers being written.")
-TICKETS = Level("gateway_tickets", "Answers, or requests of embeddings, that wait for a batch.")
+TICKETS = Level("gateway_tickets", "Answers, or embeddings requests, that wait to join a batch.")
 LEASES = Level("gateway_leases", "Requests that use a model, or wait for it to be loaded.")
 TASKS = Level("gateway_tasks", "Tasks of the event loop.")
 BUDGET_HELD = Level("gateway_budget_held_bytes", "Bytes that models and answers hold.")
-BUDGET_LIMIT = Level("gateway_budget_limit_bytes", "Bytes that they may hold at most.")
+BUDGET_LIMIT = Level("gateway_budget_limit_bytes", "Limit of the bytes of models and answers.")
 DEVICE_ACTIVE = Level("gateway_device_active_bytes", "Bytes of MLX's arrays.")
 DEVICE_CACHED = Level("gateway_device_cached_bytes", "Freed bytes that MLX keeps for reuse.")
-RESPONSES_KEPT = Level("gateway_responses_kept", "Responses kept for clients to go on from.")
-RESPONSES_BYTES = Level("gateway_responses_kept_bytes", "Bytes of JSON of the kept responses.")
+RESPONSES_KEPT = Level("gateway_responses_kept", "Responses stored for `previous_response_id`.")
+RESPONSES_BYTES = Level("gateway_responses_kept_bytes", "Bytes of the stored responses, as JSON.")
 BODY_BYTES = Level(
     "gateway_body_bytes",
-    "Bytes of the bodies of requests inside and of answers not yet read, beyond 64 KiB of each.",
+    "Bytes of request bodies and of unread responses in memory, beyond the first 64 KiB of each.",
 )
 
 
@@ -228,7 +228,7 @@ class _Readings(Collector):
         self._read = read
 
     def describe(self) -> Sequence[Reading]:
-        """Return no names, since a process may have several gateways."""
+        """Return no names: the registry would refuse a second gateway's as duplicates."""
         return ()
 
     def collect(self) -> Iterable[Reading]:
@@ -247,15 +247,15 @@ def register(read: Callable[[], Iterable[Reading]]) -> Iterator[None]:
 
 
 def forget(model: str) -> None:
-    """Drop the series of a model that is no longer served: callers may name ever more models."""
+    """Drop the series of a model that is no longer served, so that their number stays bounded."""
     for metric in tuple(globals().values()):
         if isinstance(metric, Counter | Gauge | Histogram) and "model" in metric._labelnames:
             metric.remove_by_labels({"model": model})
-    of.cache_clear()  # the cache has series that are gone
+    of.cache_clear()  # the cache may return series that are gone
 
 
 def text() -> bytes:
-    """Return every metric in Prometheus' text form."""
+    """Return every metric in Prometheus' text format."""
     return generate_latest()
 
 
@@ -266,7 +266,7 @@ def total(gauge: Gauge) -> float:
 
 @dataclass(frozen=True, slots=True)
 class HistogramReading:
-    """The series of a histogram: the labels of each, its counts up to each edge, and its sum."""
+    """The series of a histogram, each with its labels, cumulative counts per edge, and sum."""
 
     edges: list[float]
     series: list[tuple[dict[str, str], list[float], float]]
@@ -274,14 +274,17 @@ class HistogramReading:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The readings of /metrics about the gateway, by their names there."""
+    """The gateway's values on /metrics, by metric name."""
 
     values: dict[str, list[tuple[dict[str, str], float]]]
     histograms: dict[str, HistogramReading]
 
 
 def snapshot() -> Snapshot:
-    """Read every metric of the gateway now. The last edge of a histogram, infinity, is left out."""
+    """Return the present values of all the gateway's metrics.
+
+    `edges` leaves out a histogram's last edge, infinity.
+    """
     values: dict[str, list[tuple[dict[str, str], float]]] = {}
     histograms = {}
     for family in REGISTRY.collect():
@@ -300,7 +303,7 @@ def _read_histogram(family: Metric) -> HistogramReading:
     edges: list[float] = []
     series: list[tuple[dict[str, str], list[float], float]] = []
     counts: list[float] = []
-    for sample in family.samples:  # each series has its buckets in order, then its count and sum
+    for sample in family.samples:  # a series' samples are its buckets, in order, its count, its sum
         if sample.name.endswith("_bucket"):
             edge = sample.labels["le"]
             if edge != "+Inf" and not series:

@@ -1,8 +1,8 @@
-"""Panics of native code: libraries in Rust (tokenizers, llguidance, jsonschema-rs, outlines-core,
-safetensors, pydantic-core) raise them through PyO3 as BaseExceptions, past `except Exception`.
+"""Turns panics of native code into ordinary errors.
 
-A panic is caused by its input, a file or a request: code that may panic turns it into an error
-like any other.
+Rust libraries (tokenizers, llguidance, jsonschema-rs, outlines-core, safetensors, pydantic-core)
+raise panics through PyO3 as BaseExceptions, which `except Exception` does not catch. A panic is
+caused by the input, a file or a request, so it should be handled like any other error.
 """
 
 from collections.abc import Callable
@@ -14,15 +14,17 @@ T = TypeVar("T")
 
 
 class NativeError(Exception):
-    """Native code failed on its input; the message is its own."""
+    """Native code panicked on its input. The message is the panic's."""
 
 
 def as_exception(error: BaseException) -> Exception:
-    """Return an error that `except Exception` catches and a future can hold: a panic becomes a
-    NativeError, StopIteration a RuntimeError. Raises all others, such as SystemExit.
+    """Return an error that `except Exception` catches and a future can hold.
+
+    A panic becomes a NativeError, and StopIteration a RuntimeError; other Exceptions are returned
+    as they are. Raises any other BaseException, such as SystemExit.
     """
-    # Each library has a class of its own for panics, under the same name. Other errors of
-    # tokenizers are bare Exceptions.
+    # Each library defines its own class of this name. tokenizers raises its other errors as bare
+    # Exceptions.
     if type(error).__name__ == "PanicException" or type(error) is Exception:
         failure = NativeError(str(error))
         failure.__cause__ = error
@@ -35,13 +37,13 @@ def as_exception(error: BaseException) -> Exception:
 
 
 def raise_panics(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorate a function whose native code may panic: it raises the errors of `as_exception`."""
+    """Decorate a function whose native code may panic: its errors pass through `as_exception`."""
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
             return function(*args, **kwargs)
         except BaseException as error:
-            raise as_exception(error)  # noqa: B904  # it has its cause
+            raise as_exception(error)  # noqa: B904  # as_exception sets the cause
 
     return call

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -15,7 +15,6 @@ from gateway.errors import (
     BadRequest,
     ContextLengthExceeded,
     Fault,
-    ImageRefused,
     ModelNotFound,
     ModelUnavailable,
     PassFault,
@@ -37,6 +36,7 @@ from gateway.jobs.chat import (
     TokenLogprob,
 )
 from gateway.jobs.embed import EmbedJob
+from gateway.jobs.images import ImageRefused
 from gateway.jobs.rerank import Pair, RerankJob
 from gateway.jobs.steps import (
     EngineFacts,
@@ -271,7 +271,7 @@ class ScriptedChat:
     scripted: dict[int, ScriptedRow] = field(default_factory=dict)  # rows inside
     timed_s: Callable[[int], float] = lambda rows: 0.01 + 0.001 * rows  # seconds of a decode step
 
-    images: ImageCost | None = None  # None: it reads text alone
+    images: ClassVar[ImageCost | None] = None  # None: it reads text alone
 
     prefixes = None
 
@@ -577,7 +577,8 @@ class ScriptedEngines:
         raise ModelUnavailable(repo, "no hub is scripted.")
 
     async def inputs(self, specs: Sequence[ModelSpec]) -> Mapping[str, Inputs | None]:
-        return {spec.id: self.reads.get(spec.id, Inputs(None)) for spec in specs}
+        kinds = ("text",) if self.chat.images is None else ("text", "image")
+        return {spec.id: self.reads.get(spec.id, Inputs(None, kinds)) for spec in specs}
 
     async def size(self, spec: ModelSpec, folder: Path) -> Size:
         return Size(self.sizes.get(spec.id, 1))

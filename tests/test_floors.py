@@ -35,6 +35,7 @@ OUTSIDE: dict[str, set[str]] = {
     "mlx_lm": {"engine"},
     "outlines": {"engine"},
     "tokenizers": {"engine"},
+    "PIL": {"engine"},
     "huggingface_hub": {"engine", "cli"},
     "starlette": {"app", "api"},
     "hypercorn": {"cli", "server"},
@@ -52,17 +53,19 @@ OUTSIDE: dict[str, set[str]] = {
 INSIDE: dict[str, dict[str, set[str]]] = {
     "engine": {
         "generation": {
-            *("prompting", "answers", "drafts", "kv", "models", "grammar", "control_tokens"),
+            *("prompting", "answers", "drafts", "kv", "vision", "models", "grammar"),
             *("sandbox_worker", "device_faults", "compiled_code", "device", "tokenizer_parts"),
+            "control_tokens",
         },
-        "prompting": {"answers", "sandbox_worker", "control_tokens"},
+        "prompting": {"answers", "vision", "sandbox_worker", "control_tokens"},
         "answers": {"grammar", "sandbox_worker"},
         "embedding": {"models", "control_tokens", "compiled_code", "device", "tokenizer_parts"},
+        "vision": {"models", "device", "sandbox_worker"},
         "drafts": {"kv", "models", "device"},
         "kv": {"models", "device_faults", "device"},
         "models": {"device_faults", "device"},
         "grammar": {"sandbox_worker"},
-        "inputs": {"embedding", "models", "hub"},
+        "inputs": {"embedding", "vision", "models", "hub"},
         "hub_offer": {"discovery", "hub"},
         "discovery": {"embedding", "models", "hub", "device"},
         "device_faults": {"compiled_code"},
@@ -134,24 +137,24 @@ INSIDE: dict[str, dict[str, set[str]]] = {
 # shrinks lowers its budget; only the commit that says why raises one.
 BUDGET: dict[str, int] = {
     "__main__": 2,
-    "api": 2877,
-    "app": 1565,
+    "api": 2890,
+    "app": 1569,
     "bench": 282,
     "cli": 1509,
     "clock": 40,
     "doctor": 495,
-    "engine": 13813,
+    "engine": 14730,
     "errors": 267,
     "ids": 6,
-    "jobs": 310,
+    "jobs": 340,
     "logs": 145,
-    "metrics": 215,
+    "metrics": 234,
     "panics": 20,
-    "registry": 1312,
+    "registry": 1313,
     "server": 290,
-    "serving": 4635,
+    "serving": 4654,
     "settings": 362,
-    "wire": 3910,
+    "wire": 3911,
 }
 PACKAGES = sorted(file.parent for file in GATEWAY.rglob("__init__.py"))
 # A line of a map: names, two spaces or more, and what they are.
@@ -281,6 +284,15 @@ def test_answers_are_read_without_mlx() -> None:
     files = (GATEWAY / "engine" / "answers").glob("*.py")
     libraries = {name.partition(".")[0] for file in files for name in imports(file)}
     assert not libraries & {"mlx", "mlx_lm", "transformers"}
+
+
+def test_pillow_reads_images_in_the_sandbox_alone() -> None:
+    """It parses files that anybody may send."""
+    users = [file.name for file in FILES if any(name.startswith("PIL") for name in imports(file))]
+    assert users == ["sandbox_worker.py"]
+    tree = ast.parse((GATEWAY / "engine" / "sandbox_worker.py").read_text(encoding="utf-8"))
+    at_once = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    assert "PIL" not in "".join(map(ast.unparse, at_once))
 
 
 def test_no_module_is_two_things() -> None:

@@ -33,6 +33,9 @@ async def tokenize(service: Service, request: Request) -> Response:
         translate = partial(wire.to_job, asked, service.caller(request), max_chars=max_chars)
         translate = partial(translate, images=service.image_reader(spec))
         job = await service.run_on_body(body, translate)
+        if job.images:
+            place = job.images[0].place
+            raise BadRequest(f"Invalid '{place}': images are not tokenized.", param=place)
     async with _leased(service, request, spec, asked) as batcher:
         tokens = batcher.engine.tokens
 

@@ -1,6 +1,7 @@
-"""Loads chat models, and rerank models that score by their next token: all that mlx-lm reads.
+"""Loads the models that need mlx-lm: chat models, and rerank models that score labels.
 
-Only this module is imported late, once there is such a model: mlx-lm takes a second or two.
+This module is imported only once there is such a model, since importing mlx-lm takes a second or
+two.
 """
 
 from collections.abc import Generator
@@ -55,12 +56,12 @@ from gateway.settings import Settings
 
 log = logs.get("engines")
 
-DraftFiles: TypeAlias = tuple[ChatSpec, Path]  # the model that drafts for another, on disk
+DraftFiles: TypeAlias = tuple[ChatSpec, Path]  # a draft model and its files
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatEngines:
-    """Reads and loads such models on one device."""
+    """A loader of chat models and label-scoring rerank models on one device."""
 
     device: Device
     bounds: DeviceBounds
@@ -70,21 +71,21 @@ class ChatEngines:
     templates: Sandbox
     images: Sandbox
     ranks: Ranks | None
-    prefixes: PrefixPool  # the pool of models without one of their own
-    report: Report  # called with weights that the device has no kernel for
+    prefixes: PrefixPool  # the pool that models share unless they have a separate one
+    report: Report  # called with weights for which the device has no kernel
 
     def digest(self, spec: ChatSpec, files: Path) -> str:
-        """Return a digest of all that a self-test depends on; raises ModelLoadFailed."""
+        """Return a digest of everything that a self-test depends on. Raises ModelLoadFailed."""
         checkpoint = open_checkpoint(spec.id, files)
         digest = self_test_digest(checkpoint, self.device, self._numbers(checkpoint, spec))
         share = self._share(spec)
         if share is None:
             return digest
-        # A share's numbers differ from the whole model's.
+        # A rank computes with other shapes than a whole model, so it needs its own verdict.
         return f"{digest}-{share.parallel}-{share.group.size()}"
 
     def size(self, spec: ChatSpec, files: Path, draft: DraftFiles | None) -> Size:
-        """Read the size of a chat model with its draft; raises ModelLoadFailed."""
+        """Return the size of a chat model together with its draft model. Raises ModelLoadFailed."""
         size, _ = self._size(spec, files)
         if draft is None:
             return size
@@ -94,7 +95,7 @@ class ChatEngines:
         )
 
     def label_scorer(self, spec: RerankSpec, files: Path) -> Generator[RerankEngine | None]:
-        """Load a rerank model without a head in steps; the last one yields the engine."""
+        """Load a rerank model that scores labels, in steps. The last step yields the engine."""
         return load_label_scorer_in_steps(
             files,
             name=spec.id,
@@ -108,22 +109,23 @@ class ChatEngines:
     async def generation(
         self, spec: ChatSpec, files: Path, draft: DraftFiles | None, led: Setup | None
     ) -> Generator[GenerationEngine | None]:
-        """Read a chat model's tokenizer, off the lane; return the steps that load the rest. A rank
-        that is `led` by rank 0 loads its own share, with rank 0's settings.
+        """Read a chat model's tokenizer, off the lane. Return the steps that load the rest.
+
+        A rank above 0 gets rank 0's setup as `led`. It loads its share of the model with that.
         """
         settings = led or settings_of(spec, self.settings)
         kept_bytes, rows, pool = settings.prefix_cache_bytes, settings.speculate_rows, None
         if kept_bytes == "auto":
-            kept_bytes = LEAST_PREFIXES  # a limit until the first step sets another
+            kept_bytes = LEAST_PREFIXES  # the limit until the first step's plan sets another
             pool = self.prefixes if spec.parallel is None else None
         steps = await self._load(spec, files, draft, kept_bytes, rows, pool)
         if led is not None or spec.parallel is None:
             return steps
         if self.ranks is None or self.ranks.leader is None:
-            log.warning("parallel_alone", model=spec.id, hint="start all ranks by mlx.launch")
+            log.warning("parallel_alone", model=spec.id, hint="start all ranks with mlx.launch")
             return steps
         digest = await run_in_daemon_thread(self.digest, spec, files)
-        # Other ranks have parts of the model: this engine leads theirs.
+        # Other ranks have the rest of the model, so this engine leads theirs.
         setup = Setup(describe(spec), digest, kept_bytes, rows)
         return lead_in_steps(self.ranks.leader, spec.id, setup, steps)
 
@@ -174,7 +176,7 @@ class ChatEngines:
     def adapter(
         self, spec: ChatSpec, files: Path, engine: GenerationEngine
     ) -> tuple[int, Generator[Adapter | None]]:
-        """Read an adapter's headers; return its bytes and the steps that add it."""
+        """Read an adapter's headers. Return the bytes it will hold, and the steps that add it."""
         assert isinstance(engine, MlxGenerationEngine)
         adapter, adapters = read_adapter(spec.id, files), engine.adapters
         return adapter.weights * adapters.dtype.size, adapters.add_in_steps(adapter)
@@ -184,7 +186,7 @@ class ChatEngines:
     ) -> DraftSetup:
         draft_spec, draft_files = draft
         target, _ = self._size(spec, files)
-        # The draft has the memory that its target leaves.
+        # The draft model gets the memory that its target leaves.
         _, numbers = self._size(draft_spec, draft_files, beside=target.weights + target.kv)
         draft_setup = read_draft_setup(
             draft_files, name=draft_spec.id, target=setup, numbers=numbers
@@ -193,9 +195,7 @@ class ChatEngines:
         return draft_setup
 
     def _size(self, spec: ChatSpec, files: Path, beside: int = 0) -> tuple[Size, Numbers]:
-        """Return a chat model's size without its draft, next to `beside` bytes of another one, and
-        its `_numbers`.
-        """
+        """Return a chat model's size, without its draft model, and its `_numbers`."""
         checkpoint, dtype = self._listing(spec, files), spec.weights_dtype
         numbers = self._numbers(checkpoint, spec, beside)
         weights = weights_bytes(checkpoint, self.device, dtype, is_packed=numbers.is_packed)
@@ -212,42 +212,44 @@ class ChatEngines:
         return size, numbers
 
     def _listing(self, spec: ChatSpec, files: Path) -> Listing:
-        """Return the listing of a chat model's files, or of this process's share of them."""
+        """Return the listing of a chat model's weights, or of this rank's share of them."""
         whole = open_checkpoint(spec.id, files)
         share = self._share(spec)
         return whole if share is None else SharedListing(whole, share)
 
     def _share(self, spec: ChatSpec) -> RankShare | None:
-        """Return this process's share of a model; None if it has all of it."""
+        """Return this rank's share of a model; None if this process has all of it."""
         return None if self.ranks is None else self.ranks.share(spec)
 
     def _first_kv_bytes(self, checkpoint: Listing, spec: ChatSpec) -> int:
-        """Return the bytes of KV cache that a chat model always has room for."""
-        # No answer is longer than the context.
+        """Return the bytes of KV that a chat model's size includes, so that they always fit."""
+        # No sequence is longer than the context.
         allowance = self.settings.kv_allowance_tokens
         tokens = min(allowance, spec.max_context or allowance)
         return kv_bytes(checkpoint, self.device, spec.weights_dtype, tokens, spec.kv_bits)
 
     def _numbers(self, checkpoint: Listing, spec: ChatSpec, beside: int = 0) -> Numbers:
-        """Return the numbers that a chat model is kept in, next to `beside` bytes of another one:
-        quantized weights stay so on a CPU if the memory budget has no room for them dequantized.
+        """Return the number formats of a chat model's weights and KV in memory.
+
+        On a CPU, quantized weights are dequantized only if that fits in the memory budget, beside
+        `beside` bytes of another model.
         """
-        # Quantized weights are slower on a CPU, and floating ones many times as large.
+        # On a CPU, quantized weights are slower, but dequantized ones are many times as large.
         room = self.budget_bytes - beside - self._first_kv_bytes(checkpoint, spec)
         is_packed = must_stay_packed(checkpoint, self.device, spec.weights_dtype, room)
         return Numbers.of(spec, is_packed=is_packed)
 
 
 def count_kept(spec: ChatSpec, files: Path, settings: Settings) -> int | None:
-    """Return roughly the most tokens of prompts that a chat model keeps while no other model is
-    loaded; None if its KV is unknown.
+    """Estimate the most tokens in a chat model's prefix cache while no other model is loaded.
 
-    Raises ModelLoadFailed, and ValueError if there is no such device.
+    None if the size of its KV is unknown. Raises ModelLoadFailed, and ValueError if the settings'
+    device does not exist.
     """
     used, dtype = choose_device(settings.device), spec.weights_dtype
     checkpoint, memory = open_checkpoint(spec.id, files), memory_bytes(used)
     token = kv_bytes(checkpoint, used, dtype, 1, spec.kv_bits)
-    # Windows and states do not grow by the token.
+    # Only full attention takes bytes per token; sliding windows and states have a fixed size.
     token = int(token * full_attention_share(text_config(checkpoint.config())))
     if not token:
         return None
@@ -261,7 +263,7 @@ def count_kept(spec: ChatSpec, files: Path, settings: Settings) -> int | None:
 
 
 def log_costs(checkpoint: Checkpoint | GgufCheckpoint, device: Device, *, is_packed: bool) -> None:
-    """Log the reasons why a chat model is slower or larger than its files suggest."""
+    """Log why a chat model will be slower or larger than its files suggest, if it will."""
     if device is Device.CPU:
         if is_packed:
             log.warning("weights_stay_quantized", model=checkpoint.name, why="memory budget")

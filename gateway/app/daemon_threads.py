@@ -1,4 +1,4 @@
-"""Calls that may never return, in threads that do not keep the process from exiting."""
+"""Runs calls that may never return, in threads that do not keep the process from exiting."""
 
 import asyncio
 import contextlib
@@ -13,18 +13,18 @@ Ts = TypeVarTuple("Ts")
 
 
 async def run_in_daemon_thread(function: Callable[[*Ts], T], *args: *Ts) -> T:
-    """Call a function in a thread of its own, which the process does not wait for at exit."""
+    """Call a function in a new thread, for which the process does not wait at exit."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
 
     def settle(set_outcome: Callable[[Any], None], outcome: object) -> None:
-        if not done.done():  # else its caller has been cancelled
+        if not done.done():  # the future is done if the caller was cancelled
             set_outcome(outcome)
 
     def work() -> None:
         try:
             outcome: tuple[Any, object] = done.set_result, function(*args)
-        except BaseException as error:  # the caller would never resume otherwise
+        except BaseException as error:  # any error has to reach the caller, which waits for it
             outcome = done.set_exception, _failure(error)
         with contextlib.suppress(RuntimeError):  # the loop has closed
             loop.call_soon_threadsafe(settle, *outcome)
@@ -34,8 +34,8 @@ async def run_in_daemon_thread(function: Callable[[*Ts], T], *args: *Ts) -> T:
 
 
 def _failure(error: BaseException) -> Exception:
-    """Return a thread's end as an error: SystemExit, too, ends the thread alone."""
+    """Return the error for the caller. SystemExit and the like end only the thread."""
     try:
         return as_exception(error)
     except BaseException:
-        return RuntimeError(f"its thread ended by {error!r}")
+        return RuntimeError(f"its thread ended with {error!r}")

@@ -1,7 +1,7 @@
-"""The real engines: loads a spec's model with MLX, after finding or downloading its files.
+"""Loads a spec's model with MLX, after finding or downloading its files.
 
-This module imports mlx, so code that needs no model must not import it. The models that mlx-lm
-loads are in chat_engines, which is imported once there is such a model.
+This module imports mlx, so code that needs no model must not import it. Models that need mlx-lm are
+loaded by chat_engines, which is imported once there is such a model.
 """
 
 import asyncio
@@ -68,18 +68,18 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 log = logs.get("engines")
 
-LOOK_ANSWERS: Final = 3  # times the hub's timeout, as a look at a model takes several small answers
-RENDER_S: Final = 5.0  # an ordinary conversation takes a millisecond
-DECODE_S: Final = 5.0  # an image of 12 million pixels takes one or two
-PROGRESS_S: Final = 5.0  # seconds between two lines of the log about a download
-# The stack of all threads started later, such as those that compile grammars, and the lane, which
-# builds matchers again. The sandbox has a quarter of it, so a grammar that does not overflow its
-# stack does not overflow these either.
+LOOK_ANSWERS: Final = 3  # multiple of the hub's timeout for a lookup, which takes several requests
+RENDER_S: Final = 5.0  # seconds to render a template; an ordinary conversation takes 0.001
+DECODE_S: Final = 5.0  # seconds to decode an image; one of 12 million pixels takes one or two
+PROGRESS_S: Final = 5.0  # seconds between two log lines about a download
+# The stack size of all threads started later, such as those that compile grammars, and the lane's,
+# which builds matchers from them. Threads of the sandbox have a quarter of that, so a grammar that
+# does not overflow their stacks does not overflow these.
 STACK_BYTES: Final = 4 * sandbox_worker.STACK_BYTES
 
 
 class MlxEngines:
-    """Loads engines with MLX on one device."""
+    """The `Engines` that load models with MLX, on one device."""
 
     def __init__(self, settings: Settings, ranks: Ranks | None = None) -> None:
         self._settings = settings
@@ -90,12 +90,12 @@ class MlxEngines:
         self._sandboxes = contextlib.ExitStack()
         threading.stack_size(STACK_BYTES)
         self._device = device.choose_device(settings.device)
-        if self._device is Device.CPU:  # malloc makes its arrays
+        if self._device is Device.CPU:  # on a CPU, MLX allocates arrays with malloc
             prepare_malloc()
         self._bounds = read_bounds(self._device, device.device_info(self._device))
         self._budget_bytes = budget_bytes(settings, self.memory_bytes)
         self._hub = hub_of(settings, may_download=settings.auto_pull)
-        # The bytes of models that are being downloaded, by id.
+        # The total bytes of models that are being downloaded, by id.
         self._sizes: dict[str, int] = {}
 
     @property
@@ -110,7 +110,7 @@ class MlxEngines:
 
     @property
     def buffer_bytes(self) -> int | None:
-        """Return the bytes of the largest buffer that the device can have; None for no bound."""
+        """Return the bytes of the device's largest possible buffer; None for no bound."""
         return self._bounds.buffer_bytes
 
     @property
@@ -124,19 +124,21 @@ class MlxEngines:
         return cached_bytes()
 
     def classify(self, error: BaseException) -> Fault:
-        """Return the fault that an error raised by the device shows."""
+        """Return the kind of fault that an error of the device shows."""
         return classify(error)
 
     def name(self, error: Exception) -> Exception:
-        """Return an error with the folder's name and free bytes, if nothing could be compiled."""
+        """Return an error that names the folder of compiled code and its free bytes, if compiling
+        failed; any other error as it is.
+        """
         return name_failure(error)
 
     def tidy(self) -> None:
-        """Return freed memory to the system; runs on the lane's thread."""
+        """Return freed memory to the system. Must run on the lane."""
         give_back()
 
     def begin(self) -> None:
-        """Set the device and memory limits, which MLX keeps per thread, and open the sandboxes."""
+        """Open the sandboxes, and set the device and memory limits of this thread for MLX."""
         self._sandboxes.enter_context(self._grammars)
         self._sandboxes.enter_context(self._templates)
         self._sandboxes.enter_context(self._images)
@@ -144,12 +146,12 @@ class MlxEngines:
         device.configure(self._device, *limits)
 
     def end(self) -> None:
-        """Close the sandboxes and the thread's streams."""
+        """Close the sandboxes and this thread's MLX streams."""
         self.close_sandboxes()
-        device.leave()  # else half of all exits abort on CPU
+        device.leave()  # without this, half of all exits abort on CPU
 
     def close_sandboxes(self) -> None:
-        """End the sandboxes' processes; after `begin` they may start again."""
+        """End the sandboxes' processes. They can start again after another `begin`."""
         self._sandboxes.close()
 
     async def import_for(self, specs: Iterable[ModelSpec]) -> None:
@@ -158,7 +160,7 @@ class MlxEngines:
             await run_in_daemon_thread(self._import_for, spec)
 
     def _import_for(self, spec: ModelSpec) -> None:
-        """Import the code that loads and runs a model. A chat model's sandboxes start meanwhile."""
+        """Import the code that loads and runs a model. Start the sandboxes for a chat model."""
         if isinstance(spec, ChatSpec):
             self._grammars.warm()
             self._templates.warm()
@@ -167,22 +169,22 @@ class MlxEngines:
                 _ = self._chat
 
     async def find(self, spec: ModelSpec) -> Path | None:
-        """Return the place of a model's files if they, and its draft's, are on this disk."""
+        """Return the path of a model's files if they, and its draft model's, are on this disk."""
         draft = self._draft_of(spec)
         if draft is not None and await self.find(draft) is None:
             return None
         return await run_in_daemon_thread(on_disk, spec, self._hub)
 
     async def files(self, spec: ModelSpec, *, is_pull: bool = False) -> Path:
-        """Find or download a model's files; raises ModelUnavailable if the hub does not answer."""
+        """Find or download a model's files. Raises ModelUnavailable if the hub does not answer."""
         draft = self._draft_of(spec)
-        if draft is not None:  # it is loaded with the model
+        if draft is not None:  # a draft model is loaded with its target
             await self.files(draft, is_pull=is_pull)
         files = await run_in_daemon_thread(on_disk, spec, self._hub)
         if files is not None:
             return files
         hub = self._hub_for(is_pull)
-        # The hub's client has no time limit for a whole answer.
+        # The hub's client has no time limit for a complete answer, so one is set here.
         async with _answered_within(hub.timeout_s, spec.id):
             self._sizes[spec.id] = await run_in_daemon_thread(ask_hub, spec, hub)
         log.info("model_download", model=spec.id, source=str(spec.source))
@@ -191,7 +193,7 @@ class MlxEngines:
             return await run_in_daemon_thread(download, spec, hub)
         finally:
             telling.cancel()
-            # A download for an earlier spec of this id may have removed it.
+            # The entry may be gone already: a download for an earlier spec had the same id.
             self._sizes.pop(spec.id, None)
 
     async def _tell_percents(self, spec: ModelSpec) -> None:
@@ -203,11 +205,11 @@ class MlxEngines:
                 log.info("model_download", model=spec.id, percent=percent)
 
     async def digest(self, spec: ChatSpec, files: Path) -> str:
-        """Return a digest of all that a self-test depends on; raises ModelLoadFailed."""
+        """Return a digest of everything that a self-test depends on. Raises ModelLoadFailed."""
         return await run_in_daemon_thread(lambda: self._chat.digest(spec, files))
 
     def fetched(self, spec: ModelSpec) -> Fetched:
-        """Return how much of a model is on disk, or of its draft while that is downloaded."""
+        """Return the progress of a model's download, or of its draft model's while that runs."""
         draft = self._draft_of(spec)
         if draft is not None and draft.id in self._sizes:
             return self.fetched(draft)
@@ -219,7 +221,7 @@ class MlxEngines:
         return replace(self._hub, may_download=self._hub.may_download or is_pull)
 
     async def offer(self, repo: str, is_pull: bool) -> Candidate:
-        """Ask the hub for a repository, which is to be served under its own name.
+        """Look up a repository on the hub, to serve it under its name.
 
         Raises ModelUnavailable, and ModelRefused for a model that may not or cannot be served.
         """
@@ -228,11 +230,11 @@ class MlxEngines:
 
     def _offer(self, repo: str, is_pull: bool) -> Candidate:
         source, hub = HubSource(repo), self._hub_for(is_pull)
-        if not is_pull:  # the hub's key also opens its owner's private models
+        if not is_pull:  # the operator's hub token would give callers its private models
             require_public(source, hub, repo)
         offer = look(source, hub, repo)
         if offer.has_code:
-            raise ModelRefused(repo, "it carries Python code, which is never run.")
+            raise ModelRefused(repo, "its repository has Python code, which is never run.")
         pinned = str(replace(source, revision=offer.commit or None))
         entry = unlisted_entry(offer.kind, pinned, variables())
         reading = read_models(None, variables(), found={repo: entry})
@@ -244,11 +246,13 @@ class MlxEngines:
         return Candidate(spec, offer.size, offer.missing, whole, free_bytes(hub))
 
     def tokenizer(self, spec: ChatSpec) -> Any:
-        """Read a chat model's tokenizer, as transformers has it, from its files, off the loop and
-        the lane. Raises ModelNotFound if they are not on this disk, and ModelLoadFailed.
+        """Return a chat model's transformers tokenizer, read from its files. Call it off the event
+        loop and the lane.
+
+        Raises ModelNotFound if the files are not on this disk, and ModelLoadFailed.
         """
         files = None
-        with contextlib.suppress(ModelLoadFailed, ModelUnavailable):  # no such folder, no package
+        with contextlib.suppress(ModelLoadFailed, ModelUnavailable):  # a folder or package is gone
             files = on_disk(spec, self._hub)
         if files is None:
             raise ModelNotFound(spec.id, why="Its files are not on this disk.")
@@ -258,17 +262,17 @@ class MlxEngines:
         return read_tokenizer(files, name=spec.id, chat_template=spec.chat_template)
 
     async def inputs(self, specs: Sequence[ModelSpec]) -> Mapping[str, Inputs | None]:
-        """Read the inputs of models by id, off the loop; None if their files are not on disk."""
+        """Return the Inputs of models by id; None for a model whose files are not on disk."""
         return await run_in_daemon_thread(
             lambda: {spec.id: read_inputs(spec, self._hub) for spec in specs}
         )
 
     async def size(self, spec: ModelSpec, files: Path) -> Size:
-        """Read a model's size from its files' headers; raises ModelLoadFailed if they are wrong."""
+        """Return a model's size, read from its files' headers. Raises ModelLoadFailed."""
         return await run_in_daemon_thread(self._size, spec, files)
 
     def _size(self, spec: ModelSpec, files: Path) -> Size:
-        self._import_for(spec)  # here, and not while the loop or the lane waits
+        self._import_for(spec)  # importing on this thread delays neither the loop nor the lane
         if isinstance(spec, ChatSpec):
             return self._chat.size(spec, files, self._find_draft(spec))
         checkpoint = Checkpoint(spec.id, files)
@@ -280,24 +284,24 @@ class MlxEngines:
         return Size(sum(weights_bytes(part, self._device, spec.weights_dtype) for part in parts))
 
     def _draft_of(self, spec: ModelSpec) -> ChatSpec | None:
-        """Return the model that drafts for a chat model, if it has one and tokens are drafted."""
+        """Return a chat model's draft model; None if there is none or drafting is off."""
         if not isinstance(spec, ChatSpec):
             return None
         return spec.draft_in_use(self._settings.speculate_rows)
 
     def _find_draft(self, spec: ChatSpec) -> tuple[ChatSpec, Path] | None:
-        """Return a chat model's draft and its files, which are on disk by now."""
+        """Return a chat model's draft model and its files. Raises ModelUnavailable."""
         draft = self._draft_of(spec)
         if draft is None:
             return None
         files = on_disk(draft, self._hub)
         if files is None:
-            reason = f"its files, which {spec.id} drafts with, are not on this disk."
+            reason = f"its files are not on this disk. It is the draft model of {spec.id}."
             raise ModelUnavailable(draft.id, reason)
         return draft, files
 
     def embedding(self, spec: EmbeddingSpec, files: Path) -> Generator[EmbeddingEngine | None]:
-        """Load an embedding model in steps; the last one yields the engine."""
+        """Load an embedding model in steps. The last step yields the engine."""
         steps = load_embedding_in_steps(
             files,
             name=spec.id,
@@ -312,7 +316,7 @@ class MlxEngines:
         return _fused(spec, steps)
 
     def cross_encoder(self, spec: RerankSpec, files: Path) -> Generator[RerankEngine | None]:
-        """Load a rerank model in steps; the last one yields the engine."""
+        """Load a rerank model in steps. The last step yields the engine."""
         if _scores_labels(spec):
             return _fused(spec, self._chat.label_scorer(spec, files))
         steps = load_cross_encoder_in_steps(
@@ -327,8 +331,9 @@ class MlxEngines:
     async def generation(
         self, spec: ChatSpec, files: Path, led: Setup | None = None
     ) -> Generator[GenerationEngine | None]:
-        """Read a chat model's tokenizer, off the lane; return the steps that load the rest. A rank
-        that is `led` by rank 0 loads its own share, with rank 0's settings.
+        """Read a chat model's tokenizer, off the lane. Return the steps that load the rest.
+
+        A rank above 0 gets rank 0's setup as `led`. It loads its share of the model with that.
         """
         draft = await run_in_daemon_thread(self._find_draft, spec)
         return _fused(spec, await self._chat.generation(spec, files, draft, led))
@@ -336,12 +341,14 @@ class MlxEngines:
     async def adapter(
         self, spec: ChatSpec, files: Path, engine: GenerationEngine
     ) -> tuple[int, Generator[Adapter | None]]:
-        """Read an adapter's headers, off the lane; return its bytes and the steps that add it."""
+        """Read an adapter's headers, off the lane. Return the bytes that it will hold, and the
+        steps that add it to its base.
+        """
         return await run_in_daemon_thread(self._chat.adapter, spec, files, engine)
 
     @cached_property
     def _chat(self) -> "ChatEngines":
-        # These are imported here, as mlx-lm takes a second or two.
+        # Imported late, since importing mlx-lm takes a second or two.
         from gateway.app.chat_engines import ChatEngines
         from gateway.engine.kv.prefix_cache import PrefixPool
 
@@ -359,7 +366,9 @@ class MlxEngines:
         )
 
     def _report(self, widened: "WidenedWeights") -> None:
-        """Log weights that the device has no kernel for, and refuse more than models may hold."""
+        """Log weights that are dequantized for lack of a kernel. Raises ModelLoadFailed if they
+        exceed the memory budget.
+        """
         log.warning("weights_become_floating", **asdict(widened))
         if widened.total_bytes > self._budget_bytes:
             needed, room = map(logs.human_bytes, (widened.total_bytes, self._budget_bytes))
@@ -369,7 +378,7 @@ class MlxEngines:
 
 @contextlib.asynccontextmanager
 async def _answered_within(seconds: float, model: str) -> AsyncIterator[None]:
-    """Raise ModelUnavailable if the hub takes longer."""
+    """Raise ModelUnavailable if the body, which asks the hub, takes longer than `seconds`."""
     try:
         async with asyncio.timeout(seconds):
             yield
@@ -379,8 +388,9 @@ async def _answered_within(seconds: float, model: str) -> AsyncIterator[None]:
 
 
 def _fused(spec: ModelSpec, steps: Generator[T]) -> Generator[T]:
-    """Load a model in steps, to run fused if there is room for the compiled code. Each step raises
-    the device's error of its own work.
+    """Load a model in steps, with fused kernels if the disk has room for their compiled code.
+
+    Each step waits for its work on the device, and raises its errors.
     """
     if not fuse():
         log.warning("runs_unfused", model=spec.id, folder=str(FOLDER), free_bytes=room())

@@ -1,6 +1,6 @@
-"""The application of one gateway: its parts, made from the settings, and their lifetimes.
+"""Builds the application of one gateway from the settings, and manages the lifetimes of its parts.
 
-The settings end here: the parts take plain arguments.
+Layers below app get plain arguments instead of the settings.
 """
 
 import asyncio
@@ -54,14 +54,14 @@ if TYPE_CHECKING:
 
 log = logs.get("app")
 
-READING_S = 10.0  # longest read of models.yaml: its disk may not answer
+READING_S = 10.0  # most seconds to read models.yaml, since its disk may hang
 FLUSH_S = 3.0  # seconds to send the last traces, at shutdown
-GRACE_S = 1.0  # seconds for ended requests to send their error
+GRACE_S = 1.0  # seconds in which ended requests may send their error
 STALLED = "The engine has stopped, and is being started again."
 
 
 class Gateway:
-    """One catalog's models behind one lane. A server serves `asgi`; a router reads `models`."""
+    """The models of one catalog behind one lane. `asgi` is the application to serve."""
 
     def __init__(
         self,
@@ -127,9 +127,9 @@ class Gateway:
     async def reload(self) -> Changes:
         """Read models.yaml again and return the changes.
 
-        Raises ModelsFileInvalid, and then nothing has changed.
+        Raises ModelsFileInvalid, without changing anything, if it is invalid.
         """
-        async with self._reloading:  # one at a time, so that the last one reads the newest file
+        async with self._reloading:  # one at a time, so that the last call reads the newest file
             if self.in_flight.is_draining:
                 raise ShuttingDown
             try:
@@ -141,22 +141,22 @@ class Gateway:
             except RegistryInvalid as error:
                 raise _invalid(error.problems) from None
             changes = self._served.replace(catalog)
-        # Requests under way finish with the models they have.
+        # Running requests finish with the models that they have leased.
         self.models.reconsider()
         self._preload.has_reloaded.set()
         log.info("reloaded", **changes.by_kind())
         return changes
 
     async def drain(self) -> None:
-        """Refuse new requests, wait for those under way for at most the drain time, and save kept
-        prompts in the rest of it.
+        """Refuse new requests, wait for running ones for at most `drain_s`, then save the prefix
+        caches, within the rest of that time or at least DRAIN_S.
         """
         until = clock.now() + self._settings.drain_s
         if not await self.in_flight.drain(self._settings.drain_s):
             log.warning("drain_cut_short", seconds=self._settings.drain_s)
             self._end_all(ShuttingDown())
             await self.in_flight.drain(GRACE_S)
-            self.in_flight.cancel()  # requests that wait for a model, or for a very slow body
+            self.in_flight.cancel()  # ends requests that wait for a model or a slow body
             await self.in_flight.drain(GRACE_S)
         with contextlib.suppress(Unavailable):  # `save` has logged it
             await self._kept.save(max(DRAIN_S, until - clock.now()))
@@ -234,16 +234,16 @@ class Gateway:
                         await asyncio.wait(background)
 
     def _read_gauges(self, loop: asyncio.AbstractEventLoop) -> Iterator[metrics.Reading]:
-        """Yield the gauges, which are computed at a scrape: serving a request costs nothing."""
+        """Yield the gauges, which are computed at scrape time so that requests needn't count."""
         rows, tickets, leases = Counter[str](), Counter[str](), Counter[str]()
-        for entry in self.models.entries:  # an id may have two: one that leaves, and its successor
+        for entry in self.models.entries:  # an id may have two entries: an old and a new copy
             model, batcher = entry.spec.id, entry.model
             leases[model] += entry.leases
             if batcher is not None:
                 tickets[model] += batcher.tickets
                 if isinstance(batcher, GenerationBatcher):
                     rows[model] += batcher.rows
-        # The gauges below are of the gateway as a whole.
+        # ROWS, TICKETS and LEASES have a value per model; other gauges describe the whole gateway.
         yield metrics.READY.read(self._status() == "ready")
         yield metrics.HEARTBEAT_AGE.read(self._watch.beat_age_s)
         yield metrics.LOG_LINES_LOST.read(logs.lost_lines)
@@ -260,8 +260,8 @@ class Gateway:
         yield metrics.DEVICE_CACHED.read(self._engines.cached_bytes)
 
     async def _tidy(self) -> None:
-        """Return freed memory to the system every `give_back_s`."""
-        # The process would stay at its peak otherwise.
+        """Every `give_back_s`, drop expired responses and return freed memory to the system."""
+        # Otherwise the process would keep the memory of its peak.
         while True:
             await asyncio.sleep(self._settings.give_back_s)
             self._responses.expire()
@@ -271,7 +271,7 @@ class Gateway:
 
     @property
     def health(self) -> str:
-        """Return "ok" while the lane's thread works."""
+        """Return the watch's status: "ok", "stalled" or "dead"."""
         return self._watch.status
 
     def loaded(self) -> list[ModelSpec]:
@@ -287,9 +287,11 @@ class Gateway:
         return self._preload.status
 
     def _fingerprint(self, spec: ModelSpec) -> str:
-        """Return the `system_fingerprint`: the gateway's version, the revision and the device."""
+        """Return a model's `system_fingerprint`: the gateway's version, the model's revision and
+        the device.
+        """
         source = spec.source
-        # A folder or a package has no revision that identifies its content.
+        # Only the hub has revisions that identify a model's files.
         revision = source.revision if isinstance(source, HubSource) else None
         return f"mlx-gateway-{__version__}-{(revision or 'local')[:8]}-{self._engines.device}"
 
@@ -307,7 +309,7 @@ def _make_lane(settings: Settings, engines: Engines) -> Lane:
 
 
 def access_rules(settings: Settings) -> AccessRules:
-    """Return the rules of access."""
+    """Return the rules by which requests are allowed: keys, hosts, origins and rate limits."""
     admin_key = None
     if settings.admin_key is not None:
         admin_key = settings.admin_key.get_secret_value()
@@ -326,7 +328,7 @@ def access_rules(settings: Settings) -> AccessRules:
 
 
 def _make_response_store(settings: Settings) -> ResponseStore:
-    """Return a store that API keys share evenly."""
+    """Return a response store whose limits are divided evenly among the API keys."""
     owners = max(1, len(settings.api_keys))
     return ResponseStore(
         max_responses=-(-settings.responses_kept // owners),
@@ -336,7 +338,7 @@ def _make_response_store(settings: Settings) -> ResponseStore:
 
 
 def _make_tracer() -> "Tracer | None":
-    """Return a tracer if OpenTelemetry is installed, and its variables name a target."""
+    """Return a tracer if OpenTelemetry is installed and its variables name a target, else None."""
     if not exports_traces():
         return None
     try:
@@ -349,7 +351,7 @@ def _make_tracer() -> "Tracer | None":
 
 @contextlib.asynccontextmanager
 async def _exporting(tracer: "Tracer | None") -> AsyncIterator[None]:
-    """Send traces until exit, and then the remaining ones."""
+    """Send traces while entered, and the remaining ones at exit."""
     if tracer is None:
         yield
         return
@@ -357,7 +359,7 @@ async def _exporting(tracer: "Tracer | None") -> AsyncIterator[None]:
     try:
         yield
     finally:
-        try:  # the collector may not answer
+        try:  # with a timeout, since the collector may not answer
             async with asyncio.timeout(FLUSH_S):
                 await run_in_daemon_thread(tracer.close)
         except TimeoutError:

@@ -1,6 +1,6 @@
-"""The limits of each model: the settings, overridden by its keys in models.yaml.
+"""The limits of each model: the settings, overridden by the model's keys in models.yaml.
 
-No mlx is needed: some commands only list models.
+This module doesn't import mlx, because commands that only list models use it.
 """
 
 from dataclasses import fields
@@ -12,32 +12,32 @@ from gateway.serving.embedding.policy import EmbeddingLimits, Windows
 from gateway.serving.generation.policy import GenerationLimits
 from gateway.settings import Settings
 
-CACHE_SHARE = 0.75  # part of the device's memory; the rest is for passes and everything else
-PREFIX_SHARE = 0.25  # part of the device's memory for all kept prompts
+CACHE_SHARE = 0.75  # fraction of the device's memory for models and KV; passes need the rest
+PREFIX_SHARE = 0.25  # fraction of the device's memory for all prefix caches
 
 
 def budget_bytes(settings: Settings, memory_bytes: int) -> int:
-    """Return the bytes that models and their KV may hold of the device's memory."""
+    """Return the memory budget: the bytes that models and their KV may hold."""
     return settings.cache_max_bytes or int(CACHE_SHARE * memory_bytes)
 
 
 def sized_prefixes(budget: Budget, memory_bytes: int) -> PrefixShare:
-    """Return the share for kept prompts, by the size of the machine and its models."""
+    """Return the share of the shared prefix pool, sized by the machine's memory."""
     return PrefixShare(budget, prefix_share(memory_bytes), leaves_room=True)
 
 
 def prefix_share(memory_bytes: int) -> int:
-    """Return the most bytes of kept prompts, however small models are."""
+    """Return the most bytes of all prefix caches, even if models leave more."""
     return max(int(PREFIX_SHARE * memory_bytes), LEAST_PREFIXES)
 
 
 def settings_of(spec: ModelSpec, settings: Settings) -> Settings:
-    """Return the settings of one model: its own keys, else the gateway's."""
+    """Return the settings for one model: the gateway's, overridden by the model's keys."""
     return settings.model_copy(update=spec.overrides())
 
 
 def fields_from(settings: Settings, kind: type[Any]) -> dict[str, Any]:
-    """Return the fields of a dataclass that are settings of the same names."""
+    """Return the values of those fields of a dataclass that have a setting of the same name."""
     names = {field.name for field in fields(kind)} & Settings.model_fields.keys()
     return {name: getattr(settings, name) for name in names}
 
@@ -45,7 +45,7 @@ def fields_from(settings: Settings, kind: type[Any]) -> dict[str, Any]:
 def embedding_limits(settings: Settings, spec: EmbeddingSpec | RerankSpec) -> EmbeddingLimits:
     """Return the limits of an embedding or rerank model's batches and queue."""
     settings = settings_of(spec, settings)
-    # Settings are in milliseconds, serving's limits in seconds.
+    # The settings are in milliseconds, and the limits in seconds.
     windows = Windows(
         low_s=settings.embedding_window_low_ms / 1000,
         medium_s=settings.embedding_window_medium_ms / 1000,

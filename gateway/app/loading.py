@@ -1,5 +1,5 @@
-"""Loads a spec's model: its files, its engine, its batcher; they are freed in reverse order.
-Preloads models, and tries those that failed again.
+"""Loads a spec's model: its files, its engine and its batcher, which are freed in reverse order.
+Also preloads models, and retries preloads that failed.
 """
 
 import asyncio
@@ -39,13 +39,13 @@ from gateway.settings import Settings
 log = logs.get("loading")
 app_log = logs.get("app")  # readiness is an event of the whole app
 
-RETRY_S = 30.0  # seconds between two attempts to load a preloaded model that failed
-LOAD_POLL_S = 0.5  # seconds between two attempts to lease a model that is still loading
+RETRY_S = 30.0  # seconds until a failed preload is retried
+LOAD_POLL_S = 0.5  # seconds until a model that is still loading is leased again
 _WARM_UP = SequenceParams(prompt=[0], max_tokens=2, sampling=Sampling(temperature=0), is_bare=True)
 
 
 def warm_encoder(name: str, engine: Any) -> None:
-    """Embed a word or score a pair; raises ModelLoadFailed if the engine fails."""
+    """Embed a word or score a pair. Raises ModelLoadFailed if the engine fails."""
     try:
         if hasattr(engine, "embed"):
             engine.embed(engine.encode(["Hello"]))
@@ -56,11 +56,11 @@ def warm_encoder(name: str, engine: Any) -> None:
 
 
 def warm_chat(name: str, health: DeviceHealth, engine: GenerationEngine) -> None:
-    """Read one token and generate two; raises ModelLoadFailed if the engine fails, and DeviceLost
-    if the device does.
+    """Prefill one token and generate two. Raises ModelLoadFailed if the engine fails, and
+    DeviceLost if the device is lost.
     """
     results = [engine.step(StepPlan(joining=[(1, _WARM_UP)]))]
-    while results[-1].reading or results[-1].decoding:  # the sequence is read again after a fault
+    while results[-1].reading or results[-1].decoding:  # after a fault, prefill starts again
         plan = StepPlan(kind="prefill", token_budget=16)
         if not results[-1].reading:
             plan = StepPlan(kind="decode", token_budget=16)
@@ -80,18 +80,18 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """The bytes a model will hold."""
+    """The bytes that a model will hold."""
 
-    # The bytes of weights in memory, which may be wider than on disk.
+    # Bytes of the weights in memory, where they may be wider than on disk.
     weights: int
-    # The bytes of KV for the tokens that the model should always have room for.
+    # Bytes of KV for `kv_allowance_tokens`, for which the model always has room.
     kv: int = 0
-    # The bytes of KV for each token.
+    # Bytes of KV per token.
     kv_token: int = 0
 
 
 class Engines(Store, Offers, Protocol):
-    """Loads engines. MlxEngines is the real one; tests have scripted ones."""
+    """The interface for loading engines. MlxEngines is the real one; tests have scripted ones."""
 
     @property
     def device(self) -> str:
@@ -103,7 +103,7 @@ class Engines(Store, Offers, Protocol):
 
     @property
     def buffer_bytes(self) -> int | None:
-        """Return the bytes of the largest buffer that the device can have; None for no bound."""
+        """Return the bytes of the device's largest possible buffer; None for no bound."""
 
     @property
     def active_bytes(self) -> int:
@@ -111,63 +111,65 @@ class Engines(Store, Offers, Protocol):
 
     @property
     def cached_bytes(self) -> int:
-        """Return the bytes that were freed and are kept for reuse."""
+        """Return the freed bytes that are kept for reuse."""
 
     def classify(self, error: BaseException) -> Fault:
-        """Return the fault that an error raised by the device shows. Safe on any thread."""
+        """Return the kind of fault that an error of the device shows. Safe on any thread."""
 
     def name(self, error: Exception) -> Exception:
-        """Return an error that tells the caller more than this one. On the lane only."""
+        """Return the error, or one whose message explains it better. Must run on the lane."""
 
     def tidy(self) -> None:
-        """Return freed memory to the system; runs on the lane's thread."""
+        """Return freed memory to the system. Must run on the lane."""
 
     def begin(self) -> None:
-        """Prepare the lane's thread; runs on it, first."""
+        """Prepare the lane's thread. Must be the first call on that thread."""
 
     def end(self) -> None:
-        """Clean up the lane's thread; runs on it, last."""
+        """Clean up the lane's thread. Must be the last call on that thread."""
 
     async def import_for(self, specs: Iterable[ModelSpec]) -> None:
-        """Import the code that loads and runs these models, off the loop and the lane."""
+        """Import the code that loads and runs these models, off the event loop and the lane."""
 
     def tokenizer(self, spec: ChatSpec) -> Any:
-        """Read a chat model's tokenizer, as transformers has it, from its files, off the loop and
-        the lane. Raises ModelNotFound if they are not on this disk, and ModelLoadFailed.
+        """Return a chat model's transformers tokenizer, read from its files. Call it off the event
+        loop and the lane.
+
+        Raises ModelNotFound if the files are not on this disk, and ModelLoadFailed.
         """
 
     async def inputs(self, specs: Sequence[ModelSpec]) -> Mapping[str, Inputs | None]:
-        """Read the inputs of models by id, off the loop; None if their files are not on disk."""
+        """Return the Inputs of models by id; None for a model whose files are not on disk."""
 
     async def size(self, spec: ModelSpec, files: Path) -> Size:
-        """Read a model's size from its files' headers, off the lane."""
+        """Return a model's size, read from its files' headers off the lane."""
 
     async def digest(self, spec: ChatSpec, files: Path) -> str:
-        """Return a digest of all that a chat model's self-test depends on, off the lane."""
+        """Return a digest, computed off the lane, of everything that a self-test depends on."""
 
     def embedding(self, spec: EmbeddingSpec, files: Path) -> Generator[EmbeddingEngine | None]:
-        """Load in steps, on the lane; the last one yields the engine."""
+        """Load in steps, which must run on the lane. The last step yields the engine."""
 
     def cross_encoder(self, spec: RerankSpec, files: Path) -> Generator[RerankEngine | None]:
-        """Load in steps, on the lane; the last one yields the engine."""
+        """Load in steps, which must run on the lane. The last step yields the engine."""
 
     async def generation(self, spec: ChatSpec, files: Path) -> Generator[GenerationEngine | None]:
-        """Read a chat model's tokenizer, off the lane; return the steps that load the rest on it.
-
-        The last step yields the engine.
+        """Read a chat model's tokenizer, off the lane. Return the steps that load the rest, which
+        must run on the lane. The last step yields the engine.
         """
 
     async def adapter(
         self, spec: ChatSpec, files: Path, engine: GenerationEngine
     ) -> tuple[int, Generator[Adapter | None]]:
-        """Read an adapter's headers, off the lane; return the bytes it will hold, and the steps
-        that add it to its base's engine on the lane. The last one yields it.
+        """Read an adapter's headers, off the lane. Return the bytes that it will hold, and the
+        steps that add it to its base's engine. They must run on the lane, and the last one yields
+        the adapter.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class ModelLoader:
-    """Loads models for the model cache, each with a batcher."""
+    """The loader for the model cache, which loads each model with a batcher."""
 
     settings: Settings
     engines: Engines
@@ -175,12 +177,14 @@ class ModelLoader:
     pool: ThreadPools
     arrivals: Arrivals
     budget: Budget
-    prefixes: PrefixShare  # shared by all chat models without a share of their own
+    prefixes: PrefixShare  # for the prefix pool of all chat models without a separate one
     pulls: Pulls
     kept: PrefixFiles
 
     async def prepare(self, spec: ModelSpec, base: Batcher | None = None) -> Prepared[Batcher]:
-        """Find or download a model's files, and read its size. An adapter's `base` is loaded."""
+        """Find or download a model's files, and read its size. For an adapter, `base` is its loaded
+        base model.
+        """
         files = await self.pulls.begin(spec).wait()
         if base is not None:
             assert isinstance(spec, ChatSpec)
@@ -191,7 +195,7 @@ class ModelLoader:
         return Prepared(size.weights + size.kv, partial(self._open, spec, files, size))
 
     def fetched_percent(self, spec: ModelSpec) -> int | None:
-        """Return how much of a model's download is done; None if none is under way."""
+        """Return the percentage of a model's download that is done; None if none is running."""
         return self.pulls.percent(spec)
 
     @contextlib.asynccontextmanager
@@ -212,7 +216,7 @@ class ModelLoader:
 
     def _adopt(self, batcher: Batcher, spec: ModelSpec) -> None:
         """Apply the limits of a reloaded models.yaml to a loaded model."""
-        # An adapter has the limits of its base.
+        # An adapter is skipped, since it has the limits of its base.
         if isinstance(batcher, EmbeddingBatcher | RerankBatcher):
             assert isinstance(spec, EmbeddingSpec | RerankSpec)
             batcher.adopt(embedding_limits(self.settings, spec))
@@ -227,7 +231,7 @@ class ModelLoader:
         spec: EmbeddingSpec | RerankSpec,
         steps: Generator[E | None],
     ) -> AsyncIterator[tuple[Batcher, int]]:
-        """Load an embedding or a rerank model, with a batcher of this kind."""
+        """Load an embedding or rerank model, with a batcher of class `kind`."""
         limits = embedding_limits(self.settings, spec)
         warm = partial(warm_encoder, spec.id)
         async with self._open_engine(steps, warm) as (engine, nbytes):
@@ -261,7 +265,7 @@ class ModelLoader:
             kv = engine.facts.kv_cost or KvCost(size.kv_token)
             if kv.states:  # docs/performance.md says how many of them to allow for
                 log.info("prefix_states", model=spec.id, bytes=kv.states)
-            # The size from the config may be many times that of the loaded layers.
+            # `size.kv` was estimated from the config, and may be many times too large.
             allowance = settings.kv_allowance_tokens
             included = min(size.kv, kv.of(allowance) + kv.draft.token * allowance)
             images = engine.facts.images or ImageCost()
@@ -301,11 +305,11 @@ class ModelLoader:
                     yield batcher, nbytes + included + images.kept
 
     def _prefixes_of(self, spec: ChatSpec) -> PrefixShare:
-        """Return the share of the budget for a model's kept prompts."""
+        """Return the share of the budget for a model's prefix pool."""
         kept = settings_of(spec, self.settings).prefix_cache_bytes
         if kept != "auto":
             return PrefixShare(self.budget, kept)
-        if spec.parallel is not None:  # its ranks load no other models
+        if spec.parallel is not None:  # other ranks don't load the models that share the pool
             return sized_prefixes(self.budget, self.engines.memory_bytes)
         return self.prefixes
 
@@ -330,7 +334,7 @@ class ModelLoader:
     async def _open_engine(
         self, steps: Generator[E | None], warm: Callable[[E], None]
     ) -> AsyncIterator[tuple[E, int]]:
-        """Load an engine, measure it and warm it up; close it at exit."""
+        """Load an engine and warm it up; yield it with its bytes. Close it at exit."""
         engine = await self._load(steps)
         try:
             async with self.lane.turn("load") as run:
@@ -339,42 +343,42 @@ class ModelLoader:
                     await run(warm, engine)
             yield engine, nbytes
         finally:
-            # The engine closes on the lane, where its arrays were made.
+            # The engine is closed on the lane, where its arrays were created.
             async with self.lane.turn("load") as run:
                 await run(engine.close)
 
     async def _load(self, steps: Generator[T | None]) -> T:
-        """Load with one turn of the lane per step."""
+        """Run the steps of a load, with one turn of the lane per step, and return the result."""
         engine: T | None = None
         try:
-            while engine is None:  # other work has its turn between two steps
+            while engine is None:  # other work may have turns between two steps
                 async with self.lane.turn("load") as run:
                     engine = await run(_next, steps)
         except BaseException:
             async with self.lane.turn("load") as run:
-                await run(steps.close)  # freed on the lane, which made the half-loaded model
+                await run(steps.close)  # frees the half-loaded model on the lane
             raise
         return engine
 
 
 def _next(steps: Generator[T | None]) -> T | None:
-    """Run one step of a load; the last one returns the engine."""
+    """Run one step of a load. Return the engine after the last step, else None."""
     engine = next(steps)
     if engine is not None:
-        steps.close()  # frees all but the engine
+        steps.close()  # frees everything except the engine
     return engine
 
 
 @dataclass(slots=True)
 class Preload:
-    """Loads the models that models.yaml preloads: at the start, and after each reload."""
+    """A task that loads the models with `preload`, at the start and after each reload."""
 
     _settings: Settings
     _served: Served
     _models: ModelCache[Batcher]
     _engines: Engines
-    has_reloaded: asyncio.Event = field(default_factory=asyncio.Event)  # models.yaml was read again
-    is_done: asyncio.Event = field(default_factory=asyncio.Event)  # the gateway has been ready
+    has_reloaded: asyncio.Event = field(default_factory=asyncio.Event)  # set after each reload
+    is_done: asyncio.Event = field(default_factory=asyncio.Event)  # set once the gateway was ready
     _has_tried: bool = False
 
     @property
@@ -382,27 +386,30 @@ class Preload:
         """Return "loading", "failed" or "ready"."""
         if not self._has_tried:
             return "loading"
-        # A setting may call the gateway ready while at least one of several models is there.
+        # With `ready_in_part`, the gateway is ready once at least one of the models is loaded.
         failed = len(self._failed())
         if failed and (failed == len(self._preloaded()) or not self._settings.ready_in_part):
             return "failed"
         return "ready"
 
     async def run(self, is_ready: Callable[[], bool]) -> None:
-        """Load them, for ever. `is_ready` returns True if the whole gateway is ready."""
+        """Loop forever: load the models, then wait for a reload, or for RETRY_S after a failure.
+
+        `is_ready` returns True if the whole gateway is ready.
+        """
         specs = self._preloaded()
         while True:
-            # Cleared before the catalog is read, so that no reload from here on is missed.
+            # The event is cleared before the catalog is read, so that no later reload is missed.
             self.has_reloaded.clear()
             names, limit = self._served.catalog.preloaded(), self._settings.cache_max_models
             if len(names) > limit:
                 app_log.warning("preload_beyond_limit", models=list(names), cache_max_models=limit)
-            for spec in reversed(specs):  # the first ones stay if there is no room for all
+            for spec in reversed(specs):  # the first are loaded last, and so evicted last
                 await self._load(spec)
             try:
-                # Imports are done before the first request.
+                # Import now, so that the first request does not have to wait for it.
                 await self._engines.import_for(self._served.catalog.specs)
-            except Exception:  # a model's own load tells its callers of the error
+            except Exception:  # callers get the error when they load the model
                 app_log.exception("import_failed")
             self._has_tried = True
             failed = self._failed()
@@ -411,7 +418,7 @@ class Preload:
                 app_log.info("ready", models=self._models.states())
             elif failed:
                 app_log.error("not_ready", failed=[spec.id for spec in failed], retry_s=RETRY_S)
-            # Failed models are tried again after a while.
+            # Failed models are retried after RETRY_S.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(RETRY_S if failed else None):
                     await self.has_reloaded.wait()
@@ -421,12 +428,12 @@ class Preload:
         return [spec for spec in self._served.catalog.specs if spec.preload]
 
     def _failed(self) -> list[ModelSpec]:
-        """Return the preloaded models whose last load failed, also those being tried again."""
+        """Return the preloaded models whose last load failed, even while they are retried."""
         return [spec for spec in self._preloaded() if self._models.has_failed(spec)]
 
     async def _load(self, spec: ModelSpec) -> None:
-        """Load a model, however long that takes."""
-        # A reload may remove its spec meanwhile.
+        """Load a model, however long that takes. Return early if the load fails."""
+        # A reload may remove the spec meanwhile.
         while self._served.catalog.current(spec) is not None:
             try:
                 async with self._models.lease(spec):

@@ -1,7 +1,7 @@
-"""The served models: those of models.yaml, those that were named, and those found on the disk; and
-the hub that they come from.
+"""Reads the catalog of served models: those of models.yaml, those named in the settings, and those
+found on the disk. Also makes the client of the hub.
 
-The hub's client and mlx are imported with the first model that has no entry anywhere.
+The hub's client and mlx are imported only if a named model has no entry that tells its kind.
 """
 
 import os
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 def hub_of(settings: Settings, *, may_download: bool) -> "Hub":
-    """Return a client of the settings' hub. `pull` may download even without GATEWAY_AUTO_PULL."""
+    """Return a client of the hub in the settings."""
     from gateway.engine.hub import Hub
 
     return Hub(
@@ -49,17 +49,17 @@ def hub_of(settings: Settings, *, may_download: bool) -> "Hub":
 
 
 def load_served(settings: Settings) -> Catalog:
-    """Return the catalog of served models; raises RegistryInvalid with a line per problem."""
+    """Return the catalog of served models. Raises RegistryInvalid with one line per problem."""
     reading = read_served(settings)
     reading.require_valid()
     return reading.catalog
 
 
 def read_served(settings: Settings, *, may_pull: bool | None = None) -> Reading:
-    """Read all served models and list all problems; never raises.
+    """Read all served models, and collect all problems instead of raising them.
 
-    The hub is asked for the kind of a named model that is not on the disk. `may_pull` is
-    GATEWAY_AUTO_PULL's unless it is given.
+    Asks the hub for the kind of a named model that is not on the disk, if `may_pull` (default
+    GATEWAY_AUTO_PULL).
     """
     set_variables, known = variables(), read_short_names() if settings.serve else {}
     named: dict[str, Mapping[str, Any]] = {}
@@ -72,13 +72,13 @@ def read_served(settings: Settings, *, may_pull: bool | None = None) -> Reading:
             if source is not None:
                 entry = {"source": str(source), **find_entry(source, known)}
                 if not isinstance(source, HubSource) or source.revision is not None:
-                    entry = {**entry, "source": str(source)}  # else at the revision that was read
-            else:  # an id: of models.yaml, or else a short one
+                    entry = {**entry, "source": str(source)}  # overrides a known entry's revision
+            else:  # an id in models.yaml, or else a short name
                 file = settings.models
                 is_in_file = text in read_models(file, set_variables).catalog.names()
                 entry = {} if is_in_file else known.get(text, {})
             if entry and named.get(model, entry)["source"] != entry["source"]:
-                raise ValueError(f"{text}: another model that is named has the id {model} already")
+                raise ValueError(f"{text}: another named model already has the id {model}")
             if source and "kind" not in entry and not set_variables.get(kind_variable(model)):
                 entry = {**entry, "kind": _find_kind(source, model, settings, may_pull)}
             named |= {model: complete(entry, set_variables)} if entry else {}
@@ -101,10 +101,10 @@ def read_served(settings: Settings, *, may_pull: bool | None = None) -> Reading:
 
 
 def parse_name(text: str) -> Source | None:
-    """Return the source of a model that was named; None for an id or a short name.
+    """Return the source of a model named in the settings; None for an id or a short name.
 
-    The path of an existing folder or GGUF file means that; any other name with a slash is the
-    hub's. Raises ValueError for a text that is no source.
+    A path of an existing folder or GGUF file is a path. Any other name with a slash is a repository
+    of the hub. Raises ValueError for an invalid source.
     """
     path = os.path.expanduser(text)
     if text.partition(":")[0] in SCHEMES:
@@ -116,7 +116,7 @@ def parse_name(text: str) -> Source | None:
 
 
 def _is_same(one: Source, other: str) -> bool:
-    """Return True if both are one model, perhaps at two revisions."""
+    """Return True if both sources are the same model, at any revisions."""
     repo, *_ = str(one).split("@")
     return repo == str(parse_source(other, Path.cwd())).split("@")[0]
 
@@ -129,13 +129,13 @@ def _find_kind(source: Source, model: str, settings: Settings, may_pull: bool | 
     hub = hub_of(settings, may_download=settings.auto_pull if may_pull is None else may_pull)
     files = on_disk(ChatSpec.model_construct(id=model, kind="chat", source=source), hub)
     if files is None:
-        assert isinstance(source, HubSource), "on_disk has raised for what else is not there"
+        assert isinstance(source, HubSource), "on_disk raises for other missing sources"
         return look(source, hub, model).kind
     return read_kind(files, model, str(source))
 
 
 def _discover(settings: Settings, given: Mapping[str, str]) -> tuple[Entries, dict[str, str]]:
-    """Return the entries of models that are found on the disk, and the reasons against others."""
+    """Return the entries of models found on the disk, and why others there are left out."""
     if not settings.discover:
         return {}, {}
     from gateway.engine.discovery import discover
@@ -153,9 +153,9 @@ def _discover(settings: Settings, given: Mapping[str, str]) -> tuple[Entries, di
 
 
 def _select(catalog: Catalog, ids: list[str], settings: Settings, found: Entries) -> Catalog:
-    """Return the models that were named, which are loaded at start, then others that are served.
+    """Return a catalog of the named models, which are preloaded, then of the other served models.
 
-    Raises ModelNotFound for an id that no model has.
+    Raises ModelNotFound for an unknown id.
     """
     chosen: dict[str, ModelSpec] = {}
     for name in ids:

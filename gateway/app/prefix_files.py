@@ -1,11 +1,12 @@
-"""Kept prompts in files that outlive a restart: written while the gateway drains and when an admin
-asks, read as their model is loaded. Nothing else waits for the disk.
+"""Saves prefix caches in files, so that they outlive a restart. Files are written while the gateway
+drains and when an admin asks, and are read while their model is loaded. Nothing else waits for the
+disk.
 
-A file's name has its model, a digest of all that KV depends on, the prompt's owner, and the prompt.
-The file begins with a hash of its name and of all that follows, by a secret of the folder: a file
-that was changed, cut off or put there by another program is not read.
+A file's name consists of hashes of its model, of everything that the KV depends on, of the prompt's
+owner, and of the prompt. The file begins with an HMAC of its name and content, keyed with a secret
+of the folder. So a file that was changed, cut off or written by another program is not used.
 
-One gateway holds the folder, by a lock. Another gateway with the same folder serves without it.
+One gateway at a time locks the folder. Another gateway with the same folder serves without it.
 """
 
 import asyncio
@@ -36,15 +37,17 @@ log = logs.get("kept_prefixes")
 
 SUFFIX, PART, SECRET, LOCK = ".kv", ".part-", "secret", "lock"
 HASH_BYTES: Final = 32
-MOST_BYTES: Final = 1 << 30  # bytes of a file at most
-ROUNDS: Final = 10_000  # rounds of hashing a key, 5 ms: nobody finds one by trying many
-READ_S: Final = 10.0  # seconds that reading may add to a model's load
-DRAIN_S: Final = 2.0  # seconds to save after a drain's time: supervisors wait 45 s in all
+MOST_BYTES: Final = 1 << 30  # most bytes of one file
+ROUNDS: Final = 10_000  # rounds of hashing an API key, which take 5 ms, against guessing keys
+READ_S: Final = 10.0  # most seconds that reading files adds to a model's load
+DRAIN_S: Final = 2.0  # least seconds to save after a drain: supervisors wait 45 s in all
 
 
 def lock(file: Path) -> int:
-    """Lock a file, made if need be, until the returned descriptor is closed: by the end of this
-    process at the latest, as no other inherits it. Raises OSError, BlockingIOError if it is locked.
+    """Lock a file, which is created if necessary, until the returned descriptor is closed.
+
+    The lock ends with this process at the latest, since no child process inherits the descriptor.
+    Raises OSError, and BlockingIOError if the file is locked.
     """
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)  # NFS locks only writable files
     try:
@@ -56,16 +59,18 @@ def lock(file: Path) -> int:
 
 
 class PrefixFolder:
-    """The files of one gateway, which only this user can read. Slow: call it off the loop."""
+    """The folder of one gateway's files, which only this user can read. Call it off the loop, since
+    the disk may be slow.
+    """
 
     def __init__(self, folder: Path, limit: int, keys: Sequence[str]) -> None:
-        """Open a folder, made if need be, and hold it until `close`.
+        """Open a folder, which is created if necessary, and lock it until `close`.
 
         Raises SettingsInvalid for a folder that others may change, and BlockingIOError for one that
-        another gateway holds.
+        another gateway has locked.
         """
         self._folder, self._limit = folder, limit
-        self._unread = set[str]()  # names whose files could not be read: they are written again
+        self._unread = set[str]()  # names of unreadable files, which the next save writes again
         try:
             with contextlib.ExitStack() as stack:
                 self._check()
@@ -79,12 +84,13 @@ class PrefixFolder:
             raise SettingsInvalid([f"GATEWAY_PREFIX_FOLDER: {error}"]) from None
         # Each file's time of last use, in nanoseconds, and its bytes, by name.
         self.files = {name: (about.st_mtime_ns, about.st_size) for name, about in found}
-        # Owners by salt, the same ones if keys change places. All keys share the empty salt.
+        # A hash of the owner, by cache salt. The salt of a key is its position in the settings, but
+        # its owner does not change when keys are reordered. All keys together own the empty salt.
         self._owners = {"": self._hash_slowly("\0".join(sorted(keys)))}
         self._owners |= {f"key-{i}": self._hash_slowly(key) for i, key in enumerate(keys, 1)}
 
     def close(self) -> None:
-        """Leave the folder to another gateway."""
+        """Unlock the folder, so that another gateway can use it."""
         self._held.close()
 
     @property
@@ -96,10 +102,10 @@ class PrefixFolder:
         found = self._folder.lstat()
         is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
         if not is_own or found.st_mode & 0o077:
-            raise self._invalid("must be your own folder, for you alone (mode 700)")
+            raise self._invalid("must be a folder that you own and only you can access (mode 700)")
 
     def _open(self) -> bytes:
-        """Return the folder's secret, which the first gateway to hold the folder makes."""
+        """Return the folder's secret, which the first gateway that uses the folder creates."""
         if not (self._folder / SECRET).exists():
             self._write(SECRET, secrets.token_bytes(HASH_BYTES), time.time_ns())
         secret = (self._folder / SECRET).read_bytes()
@@ -118,10 +124,12 @@ class PrefixFolder:
         return f"{key}-{self._owners[piece.salt]}-{digest.hex()[:32]}{SUFFIX}"
 
     def names(self, key: str) -> dict[str, str | None]:
-        """Return a model's files, the last used first, each with the salt of the present callers
-        who may continue from it, or None if there are none.
+        """Return the names of a model's files, most recently used first, each with the cache salt
+        of its owner. The salt is None for a file that no current key owns, or that does not fit the
+        current weights, settings or versions.
         """
-        # A key that is listed twice has the salt of its first place; a single key, the empty salt.
+        # A key that is listed twice has the salt of its first position, and a single key the empty
+        # salt.
         salts = {f"{key}-{owner}": salt for salt, owner in reversed(self._owners.items())}
         model = key.partition("-")[0]
         newest = sorted(self.files.items(), key=itemgetter(1), reverse=True)
@@ -129,20 +137,20 @@ class PrefixFolder:
         return {name: salts.get(name.rpartition("-")[0]) for name in names}
 
     def read(self, name: str) -> bytes:
-        """Return a file's content. Raises OSError, and ValueError if it was not written here."""
+        """Return a file's content. Raises OSError, and ValueError if its HMAC is wrong."""
         self._unread.add(name)
         with (self._folder / name).open("rb") as file:
             digest, content = file.read(HASH_BYTES), file.read(MOST_BYTES)
         self._unread.discard(name)
         if not hmac.compare_digest(self._hash(name.encode() + content), digest):
-            raise ValueError("it was not written here, or was changed")
+            raise ValueError("it was changed, or not written by this gateway")
         return content
 
     def touch(self, name: str, at: int) -> bool:
-        """Count a file as used at this time, in nanoseconds; return False if it must be written."""
+        """Set a file's time of last use, in nanoseconds. Return False if it must be written."""
         if name in self._unread:
             return False
-        with contextlib.suppress(KeyError, FileNotFoundError):  # it may be deleted by hand
+        with contextlib.suppress(KeyError, FileNotFoundError):  # somebody may have deleted it
             _, size = self.files.pop(name)
             os.utime(self._folder / name, ns=(at, at))
             self.files[name] = at, size
@@ -150,15 +158,15 @@ class PrefixFolder:
         return False
 
     def write(self, name: str, content: bytes, at: int, since: int) -> None:
-        """Write a file as used at this time. The files used longest ago make room, but not those
-        used after `since`. Raises OSError, also if that is not enough room.
+        """Write a file with this time of last use. Delete the least recently used files to make
+        room, but none used after `since`. Raises OSError, also if there is not enough room.
         """
         size = HASH_BYTES + len(content)
         while self.nbytes + size > self._limit:
             rest = [("", (since, 0)), *self.files.items()]
             oldest, (used, _) = min(rest, key=itemgetter(1))
             if used >= since:
-                raise OSError("GATEWAY_PREFIX_FOLDER_BYTES is too small for the kept prompts")
+                raise OSError("GATEWAY_PREFIX_FOLDER_BYTES is too small for the cached prompts")
             self.drop(oldest)
         self._write(name, self._hash(name.encode() + content) + content, at)
         self._unread.discard(name)
@@ -186,9 +194,10 @@ class PrefixFolder:
 
 @contextlib.contextmanager
 def replacing(path: Path, prefix: str) -> Iterator[BinaryIO]:
-    """Yield a file that takes the place of `path` at exit, unless there is an error: no reader sees
-    half of it, and no other user sees it at all. Its name begins with `prefix` until then. Raises
-    OSError.
+    """Yield a file that replaces `path` at exit, unless there is an error. Raises OSError.
+
+    Readers never see a half-written file, and other users cannot read it. Until exit, its name
+    begins with `prefix`.
     """
     handle, part = tempfile.mkstemp(dir=path.parent, prefix=prefix)  # mode 0600
     try:
@@ -201,10 +210,10 @@ def replacing(path: Path, prefix: str) -> Iterator[BinaryIO]:
 
 
 class PrefixFiles:
-    """Reads and saves the prompts that loaded models keep; without a folder, does nothing."""
+    """Reads and saves the prefix caches of loaded models, if the settings name a folder."""
 
     def __init__(self, settings: Settings, lane: Lane) -> None:
-        """Open the folder that settings name, if any, until `close`. Raises SettingsInvalid."""
+        """Open the folder in the settings, if any, until `close`. Raises SettingsInvalid."""
         self.folder: PrefixFolder | None = None
         self._lack = "GATEWAY_PREFIX_FOLDER is not set."
         if (folder := settings.prefix_folder) is not None:
@@ -212,20 +221,21 @@ class PrefixFiles:
             try:
                 self.folder = PrefixFolder(folder, settings.prefix_folder_bytes, keys)
             except BlockingIOError:
-                self._lack = "Another gateway has GATEWAY_PREFIX_FOLDER: this one keeps no files."
+                self._lack = "Another gateway has GATEWAY_PREFIX_FOLDER: this one saves no files."
                 log.warning("prefix_folder_taken", folder=str(folder), hint=self._lack)
         self._lane = lane
         self._keys: dict[tuple[GenerationBatcher, int], str] = {}  # keys by model and adapter
         self._saving = asyncio.Lock()
 
     def close(self) -> None:
-        """Leave the folder to another gateway."""
+        """Unlock the folder, so that another gateway can use it."""
         if self.folder is not None:
             self.folder.close()
 
     async def key(self, model: str, files: Path, digest: Callable[[], Awaitable[str]]) -> str:
-        """Return the key that the names of a model's files begin with. Call it before the model is
-        read: files that change on disk from then on have another key.
+        """Return the key with which the names of a model's files begin; "" without a folder.
+
+        Call it before the model is loaded: the key identifies the weights as they are on disk now.
         """
         if self.folder is None:
             return ""
@@ -234,15 +244,15 @@ class PrefixFiles:
         return "-".join(hashlib.sha256(part.encode()).hexdigest()[:16] for part in parts)
 
     async def key_of(self, batcher: GenerationBatcher) -> str:
-        """Return the key of a loaded model, which its adapters' keys depend on."""
+        """Return the key of a loaded base model, on which the keys of its adapters depend."""
         return self._keys.get((batcher, 0), "")
 
     @contextlib.asynccontextmanager
     async def of(
         self, model: str, batcher: GenerationBatcher, key: str, adapter: int = 0
     ) -> AsyncIterator[None]:
-        """Read a model's files; while entered, `save` writes them. A model that other ranks have
-        parts of has none.
+        """Read a model's files, and have `save` write them while entered. A model that is split
+        over several ranks has no files.
         """
         if self.folder is None:
             yield
@@ -255,14 +265,15 @@ class PrefixFiles:
             del self._keys[batcher, adapter]
 
     async def _read(self, model: str, batcher: GenerationBatcher, key: str, adapter: int) -> None:
-        """Read files while there is time, and room for them. Delete wrong ones, but not those that
-        the machine cannot read now.
+        """Read files into the prefix cache, for at most READ_S and while there is room for them.
+
+        Delete invalid files, but not files that the machine fails to read.
         """
         folder, engine, prefixes = self.folder, batcher.engine, batcher.engine.prefixes
         if folder is None or prefixes is None:
             return
         started, read, dropped, problems = clock.now(), 0, 0, list[str]()
-        if not adapter:  # a base applies the limit in its own steps
+        if not adapter:  # for an adapter, the base's steps set the limit
             async with self._lane.turn("load") as run:
                 await run(engine.step, StepPlan(prefix_limit=batcher.memory.limit_prefixes()))
         names = await run_in_daemon_thread(folder.names, key)
@@ -271,7 +282,7 @@ class PrefixFiles:
                 for name, salt in names.items():
                     try:
                         if salt is None:
-                            raise ValueError("it is of other weights, settings, versions or keys")
+                            raise ValueError("its weights, settings, versions or key differ")
                         content = await run_in_daemon_thread(folder.read, name)
                         async with self._lane.turn("load") as run:
                             has_room = await run(prefixes.put_piece, adapter, salt, content)
@@ -293,9 +304,9 @@ class PrefixFiles:
             log.info("prefixes_read", model=model, **counts, problem=problem, seconds=seconds)
 
     async def save(self, seconds: float | None = None) -> int:
-        """Save the prompts that loaded models keep, within `seconds`; return the number of files.
+        """Save the prefix caches of loaded models, within `seconds`. Return the number of files.
 
-        Raises Unavailable unless all could be saved.
+        Raises Unavailable unless everything could be saved.
         """
         folder, started, problem = self.folder, clock.now(), ""
         if folder is None:
@@ -303,17 +314,17 @@ class PrefixFiles:
         try:
             async with asyncio.timeout(seconds), self._saving:
                 used = [used for used, _ in tuple(folder.files.values())]
-                # This is later than all files, even if the clock was set back.
+                # Later than the times of all files, even if the clock was set back.
                 since = max([time.time_ns(), *used]) + 1
                 for (batcher, adapter), key in tuple(self._keys.items()):
                     if batcher.engine.prefixes is not None:
                         await self._save(folder, batcher.engine.prefixes, adapter, key, since)
         except Exception as error:
-            problem = str(error) or "there was no time for all"
+            problem = str(error) or "there was not enough time"
         counts = {"files": len(folder.files), "bytes": folder.nbytes, "problem": problem}
         log.info("prefixes_saved", **counts, seconds=round(clock.now() - started, 3))
         if problem:
-            raise Unavailable(f"Not all kept prompts were saved: {problem}.")
+            raise Unavailable(f"Not all cached prompts were saved: {problem}.")
         return len(folder.files)
 
     async def _save(
@@ -323,7 +334,7 @@ class PrefixFiles:
             pieces = await run(prefixes.pieces, adapter)
         for i, piece in enumerate(pieces):
             name = await run_in_daemon_thread(folder.name, key, piece)
-            at = since + 1000 * (len(pieces) - i)  # the piece used last is the last to go
+            at = since + 1000 * (len(pieces) - i)  # the most recently used piece is deleted last
             if await run_in_daemon_thread(folder.touch, name, at):
                 continue
             async with self._lane.turn("load") as run:
@@ -333,7 +344,7 @@ class PrefixFiles:
 
 
 def _stamp(files: Path) -> list[tuple[str, int, int, int]]:
-    """Return the names, sizes and times of a model's files: a change cannot hide its ctime."""
+    """Return the names, sizes and times of a model's files. Any change of a file sets its ctime."""
     paths = sorted(files.iterdir()) if files.is_dir() else [files]
     found = [(path.name, path.stat()) for path in paths if path.is_file()]
     return [(name, about.st_size, about.st_mtime_ns, about.st_ctime_ns) for name, about in found]

@@ -1,4 +1,4 @@
-"""This process as one rank of a group that mlx.launch started: rank 0 leads, the others follow."""
+"""Runs this process as a rank of a group started by mlx.launch: rank 0 leads, the others follow."""
 
 import asyncio
 import contextlib
@@ -26,39 +26,39 @@ log = logs.get("ranks")
 
 
 class RankEngines(Engines, Protocol):
-    """The engines of a rank: MlxEngines."""
+    """The `Engines` of a rank, which can load its share of a model. MlxEngines is the real one."""
 
     async def generation(
         self, spec: ChatSpec, files: Path, led: Setup | None = None
     ) -> Generator[GenerationEngine | None]:
-        """Load as any `Engines` do. A rank that is `led` by rank 0 loads its own share."""
+        """Load as any `Engines` do or, with rank 0's setup as `led`, load this rank's share."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """The group, and rank 0's connections to the others; None on a rank that follows."""
+    """The group of ranks to which this process belongs."""
 
     group: RankGroup
-    leader: Leader | None = None
+    leader: Leader | None = None  # rank 0's connections; None on the other ranks
 
     def share(self, spec: ChatSpec) -> RankShare | None:
-        """Return this rank's share of a model; None if it is not divided."""
+        """Return this rank's share of a model; None if the model is not split."""
         if spec.parallel is None:
             return None
         return RankShare(spec.parallel, self.group)
 
     def lost(self) -> str | None:
-        """Return the loss of a rank, in words; None while all are there."""
+        """Return a description of the loss of a rank; None while all ranks are connected."""
         return None if self.leader is None else self.leader.lost
 
 
 @contextlib.contextmanager
 def leading(group: RankGroup) -> Iterator[Ranks]:
-    """Invite the other ranks, on rank 0, and end them at exit. Raises SettingsInvalid."""
+    """Connect rank 0 to the other ranks, and end the group at exit. Raises SettingsInvalid."""
     host = first_host()
     if not host:
         problem = "this backend of mlx.launch does not say where rank 0 is: use ring, jaccl or nccl"
-        share_bytes(group, b"")  # the other ranks would wait for an invitation
+        share_bytes(group, b"")  # tells the other ranks, which wait for an invitation, to exit
         raise SettingsInvalid([problem])
     with inviting(host) as (invitation, listener):
         share_bytes(group, invitation.encode())
@@ -74,10 +74,10 @@ def leading(group: RankGroup) -> Iterator[Ranks]:
 
 
 def follow_rank_0(settings: Settings, group: RankGroup, engines: RankEngines) -> None:
-    """Make rank 0's calls until it ends the group."""
+    """Make the calls that rank 0 sends, until it ends the group. Raises SettingsInvalid."""
     invitation = share_bytes(group, b"")
     if not invitation:
-        raise SettingsInvalid(["rank 0 did not begin: see its log"])
+        raise SettingsInvalid(["rank 0 did not start: see its log"])
     link = Follower.connect(Invitation.decode(invitation), group.rank())
     log.info("following", rank=group.rank(), ranks=group.size())
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -95,8 +95,8 @@ def follow_rank_0(settings: Settings, group: RankGroup, engines: RankEngines) ->
 
 
 def describe(spec: ChatSpec) -> str:
-    """Return a digest of the keys that a model is loaded with: the same on every rank."""
-    said = sorted(spec.loaded_with().items())  # no paths, which may differ on each rank
+    """Return a digest of the keys with which a model is loaded. It must be equal on every rank."""
+    said = sorted(spec.loaded_with().items())  # no paths, since they may differ between ranks
     return hashlib.sha256(repr(said).encode()).hexdigest()
 
 
@@ -104,24 +104,24 @@ async def _load(
     settings: Settings, engines: RankEngines, model: str, setup: Setup
 ) -> GenerationEngine:
     """Load this rank's share of a model."""
-    # Answers would be nonsense if this rank's model were not that of rank 0.
+    # The model must be the same as rank 0's: otherwise the answers would be nonsense.
     spec = load_served(settings).by_id(model)  # models.yaml may have changed
     if not isinstance(spec, ChatSpec) or describe(spec) != setup.spec:
-        raise ModelLoadFailed(model, "its models.yaml is not that of rank 0")
+        raise ModelLoadFailed(model, "its models.yaml differs from that of rank 0")
     files: Path = await engines.files(spec)
     if await engines.digest(spec, files) != setup.files:
-        reason = "its device, versions, memory or files of the model are not those of rank 0"
+        reason = "its device, versions, memory or model files differ from those of rank 0"
         raise ModelLoadFailed(model, reason)
     steps = await engines.generation(spec, files, setup)
     return next(engine for engine in steps if engine is not None)
 
 
 def _stop(link: Follower) -> Any:
-    """Return a handler of signals: the first asks rank 0 to end the group."""
+    """Return a signal handler that asks rank 0 to end the group."""
     signals: list[int] = []
 
     def handle(number: int, _: object) -> None:
-        if signals:  # a second signal ends the process at once
+        if signals:  # this is the second signal: exit at once
             os._exit(1)
         signals.append(number)
         link.ask_to_stop()

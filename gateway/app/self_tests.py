@@ -1,7 +1,7 @@
-"""Runs a chat model's self-test: the first steps at load, the others while the model is idle, or
-all at once for `doctor --engine`. Then decode steps of several widths are timed.
+"""Runs a chat model's self-test: the first steps at load, and the others while the model is idle.
+`doctor --engine` runs all steps at once. Then decode steps of several widths are timed.
 
-Its verdict is kept on disk, in a file named by a digest of everything the verdict depends on.
+The verdict is stored on disk, in a file named by a digest of everything that it depends on.
 """
 
 import asyncio
@@ -31,31 +31,31 @@ from gateway.settings import Settings
 
 log = logs.get("self_test")
 
-LANE_S = 2.0  # seconds of the lane for a self-test at load
+LANE_S = 2.0  # most seconds on the lane for the steps at load
 IDLE_POLL_S = 0.5  # seconds between two steps in idle time
-ROWS = 6  # rows in memory at once: three, padded to the longest, and a copy when one joins
-MAX_FILE_BYTES = 4096  # most bytes of a verdict's file, which anybody may have put there
+ROWS = 6  # rows in memory at once: three, padded to the longest, and their copies when one joins
+MAX_FILE_BYTES = 4096  # most bytes to read of a verdict's file, since another program may write it
 _VERDICT = TypeAdapter(Verdict)
 
 
 @dataclass(frozen=True, slots=True)
 class VerdictStore:
-    """Verdicts on disk: one small file each, which only this user can read."""
+    """The stored verdicts: one small file for each, which only this user can read."""
 
     folder: Path
 
     def read(self, digest: str) -> Verdict:
-        """Return the verdict kept under a digest; an empty one if there is none."""
+        """Return the verdict stored under a digest; an empty Verdict if there is none."""
         try:
             with self._file(digest).open("rb") as file:
                 verdict = _VERDICT.validate_json(file.read(MAX_FILE_BYTES), strict=True)
         except (OSError, ValueError):
-            return Verdict()  # the model is tested again
+            return Verdict()  # an empty verdict, so that the model is tested again
         is_sound = all(1e-6 < seconds < 1e6 for seconds in verdict.step_s)
         return verdict if is_sound else replace(verdict, step_s=())
 
     def write(self, digest: str, verdict: Verdict) -> None:
-        """Write a verdict to disk if it is whole and lasting; raises OSError."""
+        """Write a verdict to disk if it is whole and lasting. Raises OSError."""
         if not (verdict.is_whole and verdict.is_lasting):
             return
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -96,17 +96,17 @@ class SelfTest:
         self._lane = lane
         self._budget = budget
         self._verdicts = verdicts
-        # A digest of all that the verdict depends on.
+        # Returns a digest of everything that the verdict depends on.
         self._compute_digest = digest
         self._digest = ""
         self._limits = limits
-        self._kv = kv  # the cost of a sequence of the test
+        self._kv = kv  # the KV that a sequence of the test takes
         self._steps: Generator[Verdict] | None = None
-        self._can_time = engine.facts.is_timed_when_idle  # False once a step failed
+        self._can_time = engine.facts.is_timed_when_idle  # False after a timed step failed
         self.verdict = Verdict()
 
     async def begin(self) -> None:
-        """Read the verdict from disk, or test for at most LANE_S."""
+        """Read the verdict from disk or, if it is not there, test for at most LANE_S."""
         if self._mode == "off":
             self.verdict = Verdict(rows=False, problem="models.yaml turns batching off")
         elif not self._is_on:
@@ -114,7 +114,7 @@ class SelfTest:
         else:
             self._digest = await self._compute_digest()
             self.verdict = await run_in_daemon_thread(self._verdicts.read, self._digest)
-            spent_s = 0.0  # seconds of the lane, not of the wait for it
+            spent_s = 0.0  # seconds on the lane, without the wait for it
             if not self.verdict.is_whole:
                 while not self.verdict.is_whole and spent_s < LANE_S:
                     spent_s += await self._step()
@@ -122,7 +122,7 @@ class SelfTest:
         await self._apply()
 
     async def run_to_end(self) -> Verdict:
-        """Run the whole test, even if a verdict is kept; apply and keep the new one."""
+        """Run the whole test, even if a verdict is stored. Apply and store the new verdict."""
         self._digest, self._can_time = await self._compute_digest(), True
         while not self._is_over:
             await self._step()
@@ -134,7 +134,7 @@ class SelfTest:
 
     @contextlib.asynccontextmanager
     async def run_when_idle(self, batcher: GenerationBatcher) -> AsyncIterator[None]:
-        """Continue the test until exit, whenever the model is idle."""
+        """While entered, continue the test whenever the model is idle."""
         batcher.verdict = self.verdict if self._is_on or self._mode == "off" else None
         batcher.note_batching()
         if not self._is_on or (self._is_over and self._next_width is None):
@@ -154,7 +154,7 @@ class SelfTest:
 
     @property
     def _next_width(self) -> int | None:
-        """Return the rows of the next decode step to time, if there is one."""
+        """Return the number of rows of the next decode step to time; None if none is left."""
         if not self._engine.is_batched or not self._can_time:
             return None
         limits = self._limits
@@ -162,13 +162,13 @@ class SelfTest:
 
     @property
     def _bytes_needed(self) -> int:
-        """Return the bytes that the next step takes."""
+        """Return the bytes of KV that the next step takes."""
         if not self._is_over:
             return ROWS * self._kv.of(self._engine.facts.self_test_tokens)
         return Layout([1] * (self._next_width or 0)).nbytes(RowCosts(self._kv))
 
     async def _step(self) -> float:
-        """Run one step; return the seconds the lane spent on it."""
+        """Run one step of the test. Return its seconds on the lane."""
         async with self._lane.turn("load") as run:
             if self._steps is None:
                 self._steps = self._engine.self_test()
@@ -177,7 +177,7 @@ class SelfTest:
             return clock.now() - began
 
     async def _finish(self, batcher: GenerationBatcher) -> None:
-        """Run the remaining steps; the present verdict applies until the test is whole."""
+        """Run the remaining steps in idle time, and apply each whole verdict."""
         share = self._budget.share()
         try:
             while not self._is_over or self._next_width is not None:
@@ -185,7 +185,8 @@ class SelfTest:
                 needed = self._bytes_needed
                 is_short = self._budget.spare_bytes < needed
                 if batcher.rows or batcher.tickets or not self._lane.is_idle:
-                    # Rows would wait for the test's memory: the test starts again in idle time.
+                    # Requests would wait for the test's memory. Free it: the test starts again
+                    # from its beginning in idle time.
                     if share.nbytes and (batcher.is_short_of_memory or is_short):
                         await self._close()
                         share.release()
@@ -206,7 +207,7 @@ class SelfTest:
             share.release()
 
     async def _time(self, rows: int) -> None:
-        """Time a decode step of `rows` rows, unless others take or want the device meanwhile."""
+        """Time a decode step of `rows` rows. Give up if others want the device meanwhile."""
         steps, seconds, began = self._engine.time_step(rows), None, clock.now()
         try:
             while seconds is None:
@@ -224,8 +225,8 @@ class SelfTest:
         self.verdict = replace(self.verdict, step_s=(*self.verdict.step_s, seconds))
 
     async def _report(self, batcher: GenerationBatcher) -> None:
-        """Apply and keep the verdict if it is whole."""
-        # The verdict may be the one that applies already.
+        """Apply and store the verdict if it is whole."""
+        # Nothing is done for a verdict that applies already.
         before = batcher.verdict
         if not self.verdict.is_whole or self.verdict == before:
             return
@@ -255,7 +256,7 @@ class SelfTest:
             log.warning("self_test_not_kept", model=self._model, error=str(error))
 
     async def _close(self) -> None:
-        """Close an unfinished test, on the lane's thread."""
+        """Abandon an unfinished test, and free its memory on the lane."""
         if self._steps is not None:
             with contextlib.suppress(Unavailable):
                 async with self._lane.turn("load") as run:

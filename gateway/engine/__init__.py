@@ -8,10 +8,11 @@ prompting       messages → the tokens of a prompt
 answers         tokens → text, reasoning and calls; without mlx
 drafts          speculative decoding: drafts from prompt lookup or from a smaller model
 kv              the KV cache: keys and values of tokens that were read
+vision          an image → features in the place of tokens; its towers and positions
 embedding       texts → vectors, many per pass
 grammar         JSON Schemas and other grammars → the token mask of each step
 models          a folder or a GGUF file → a loaded model
-sandbox_worker  the code of the sandbox process, which renders templates and tests grammars
+sandbox_worker  the code of the sandbox process: templates, trials of grammars, image files
 control_tokens  encoding of callers' texts without control tokens
 tokenizer_parts  bounds on the cost of a tokenizer.json's parts
 discovery       search for models on this machine; the kind of each

@@ -5,26 +5,37 @@ A script, run by path, so that nothing of ours is imported, and never mlx. Its a
 file descriptor of a `multiprocessing` connection, and the kind of request that it prepares for. It
 reports that it is ready, then takes requests and answers each. It ends with the connection.
 
-All messages are JSON, in bytes. A request is an object: `kind`, `processor_s` of processor time
-after which the kernel ends the process by SIGPROF, `seconds` after which it does so even if the
-gateway is gone, `max_bytes` of memory beyond the use at the start, and the fields of the kind. An
-answer is a list: an outcome, its value, and whether the process has grown so large that another
-should replace it.
+Messages are JSON, in bytes. A request is an object: `kind`, `processor_s` of processor time after
+which the kernel ends the process by SIGPROF, `seconds` after which it does so even if the gateway
+is gone, `max_bytes` of memory beyond the use at the start, and the fields of the kind. An answer is
+a list: an outcome, its value, and whether the process has grown so large that another should
+replace it.
+
+A file or pixels are a message of their own, as they are. A request whose `data` is a number is
+followed by a file of that many bytes. An answer whose value is bytes is a list of four, the value
+null and the last one their number, and they follow.
 """
 
 import contextlib
 import functools
 import importlib.util
+import io
 import json
 import os
 import resource
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+    from PIL.ImageFile import ImageFile
+
+    Reader: TypeAlias = Callable[[io.BytesIO], ImageFile]
 
 Answer: TypeAlias = tuple[str, Any]
 Request: TypeAlias = Mapping[str, Any]
@@ -45,6 +56,16 @@ SPENT_BYTES: Final = 512 << 20  # bytes of a process to be replaced: malloc give
 # Keywords whose value depends on values that do not fit, or on the parts that were looked at.
 TURNING: Final = ("not", "oneOf", "if", "maxContains", "unevaluatedItems", "unevaluatedProperties")
 END: Final = "<|end of the trial|>"
+MOST_PIXELS: Final = 64_000_000  # pixels of an image, as many as Anthropic's API reads
+MOST_SIDE: Final = 16_384  # pixels
+MOST_ASPECT: Final = 200  # times the shorter side: Qwen's own processor refuses a longer one
+LEAST_SIDE: Final = 4  # pixels
+# The turn that each orientation of EXIF asks for, by Pillow's names.
+TURNS: Final = {
+    2: "FLIP_LEFT_RIGHT", 3: "ROTATE_180", 4: "FLIP_TOP_BOTTOM", 5: "TRANSPOSE", 6: "ROTATE_270",
+    7: "TRANSVERSE", 8: "ROTATE_90",
+}  # fmt: skip
+ON_ITS_SIDE: Final = 5  # this orientation and later ones swap width and height
 
 
 def try_grammar(request: Request) -> Answer:
@@ -188,11 +209,121 @@ def read_answer(request: Request) -> Answer:
     return "read", parse_response(request["text"], template, prefix=prefix, tools=request["tools"])
 
 
+class Unfit(Exception):
+    """An image that is not decoded, and why."""
+
+
+def read_image(request: Request) -> Answer:
+    """Measure an image file, `data`, or decode it to `width` times `height` pixels.
+
+    Its size is that after the turn which its EXIF asks for, and comes from its header. Pixels are
+    rows of red, green and blue, a byte each; `resample` is one of Pillow's filters.
+    """
+    from PIL.Image import Resampling, Transpose
+
+    try:
+        image, orientation = _open_image(request["data"])
+        if request["kind"] == "measure":
+            return "measured", image.size[:: -1 if orientation >= ON_ITS_SIDE else 1]
+        image.load()
+        turn = TURNS.get(orientation)
+        turned = image.transpose(Transpose[turn]) if turn else image
+        del image  # its pixels may be a quarter of the memory
+        size, resample = (request["width"], request["height"]), request["resample"].upper()
+        return "decoded", _to_rgb(turned).resize(size, Resampling[resample]).tobytes()
+    except MemoryError:
+        raise
+    except Unfit as error:
+        return "refused", str(error)
+    except Exception as error:  # Pillow raises many kinds for a broken file
+        is_cut = "truncated" in str(error).lower()
+        return "refused", "it is cut off" if is_cut else f"it is broken: {error}"[:MOST_REASON]
+
+
+def refuse_size(width: int, height: int) -> str | None:
+    """Say why an image of this size is not decoded; None if it is."""
+    size = f"it has {width:,} × {height:,} pixels"
+    if width * height > MOST_PIXELS:
+        return f"{size}, over {MOST_PIXELS:,} in all"
+    if max(width, height) > MOST_SIDE:
+        return f"{size}; a side may have {MOST_SIDE:,}"
+    if min(width, height) < LEAST_SIDE:
+        return f"{size}; a side has {LEAST_SIDE} at least"
+    if max(width, height) > MOST_ASPECT * min(width, height):
+        return f"{size}; one side may be {MOST_ASPECT} times the other"
+    return None
+
+
+def _open_image(data: bytes) -> "tuple[ImageFile, int]":
+    """Read an image's header; return it with its orientation, by EXIF."""
+    from PIL import Image
+
+    reader = next((each for is_one, each in _image_readers() if is_one(data)), None)
+    if reader is None:
+        raise Unfit("it is none of PNG, JPEG, WEBP, GIF and BMP")
+    try:
+        image = reader(io.BytesIO(data))
+    except Image.DecompressionBombError:
+        raise Unfit(f"it has over {MOST_PIXELS:,} pixels") from None
+    if problem := refuse_size(*image.size):
+        raise Unfit(problem)
+    if b"eXIf" in data:  # a PNG's may come after its pixels
+        image.load()
+    with contextlib.suppress(Exception):  # an image whose EXIF is broken is shown as it is
+        orientation = Image.Image.getexif(image).get(0x0112)
+        return image, orientation if orientation in TURNS else 1
+    return image, 1
+
+
+@functools.cache
+def _image_readers() -> "Sequence[tuple[Callable[[bytes], bool], Reader]]":
+    """List the formats: whether a file is of one, and its reader.
+
+    Readers are called by name: `Image.open` may try forty others.
+    """
+    from PIL import Image
+    from PIL.BmpImagePlugin import BmpImageFile
+    from PIL.GifImagePlugin import GifImageFile
+    from PIL.JpegImagePlugin import JpegImageFile
+    from PIL.PngImagePlugin import PngImageFile
+    from PIL.WebPImagePlugin import WebPImageFile
+
+    # WEBP's reader asks this before it allocates a canvas, and raises at twice this number.
+    Image.MAX_IMAGE_PIXELS = MOST_PIXELS // 2
+    return (
+        (lambda data: data.startswith(b"\x89PNG\r\n\x1a\n"), PngImageFile),
+        (lambda data: data.startswith(b"\xff\xd8\xff"), JpegImageFile),
+        (lambda data: data.startswith(b"RIFF") and data[8:12] == b"WEBP", WebPImageFile),
+        (lambda data: data.startswith((b"GIF87a", b"GIF89a")), GifImageFile),
+        (lambda data: data.startswith(b"BM"), BmpImageFile),
+    )
+
+
+def _to_rgb(image: "Image") -> "Image":
+    """Convert to red, green and blue of 8 bits, over white where it is transparent."""
+    from PIL.Image import new
+
+    if image.mode.startswith("I"):  # 16 bits: `convert` makes white of all above the lowest 255
+        clear, wide = image.info.pop("transparency", None), image.convert("I")
+        image = wide.point([value >> 8 for value in range(1 << 16)], "L")
+        if clear is not None:
+            image.putalpha(wide.point([255 * (value != clear) for value in range(1 << 16)], "L"))
+    if not image.has_transparency_data:
+        return image if image.mode == "RGB" else image.convert("RGB")
+    if image.mode != "RGBA":
+        image = image.convert("RGBA")
+    white = new("RGB", image.size, "white")
+    white.paste(image, mask=image)
+    return white
+
+
 KINDS: Final[Mapping[str, Callable[[Request], Answer]]] = {
     "grammar": try_grammar,
     "template": render,
     "answer": judge,
     "reading": read_answer,
+    "measure": read_image,
+    "decode": read_image,
 }
 READY: Final[Mapping[str, Callable[[], Answer]]] = {
     "grammar": lambda: try_grammar({"spec": "start: /a+/", "specials": (), "limits": {}}),
@@ -202,6 +333,7 @@ READY: Final[Mapping[str, Callable[[], Answer]]] = {
             "max_chars": 0,
         }
     ),
+    "image": lambda: read_image({"kind": "measure", "data": b""}),
 }
 
 
@@ -215,11 +347,17 @@ def serve(connection: "Connection[Any, Any]", kind: str) -> None:
             request = json.loads(connection.recv_bytes())
             signal.setitimer(signal.ITIMER_REAL, request["seconds"])
             signal.setitimer(signal.ITIMER_PROF, request["processor_s"])
+            if "data" in request:
+                request["data"] = connection.recv_bytes(request["data"])
             _bound_memory(base_bytes + request["max_bytes"])
-            answer = _answer(request)
+            outcome, value = _answer(request)
             del request
-            outcome = (*answer, _most_resident_bytes() > SPENT_BYTES)
-            connection.send_bytes(json.dumps(outcome).encode())
+            is_spent = _most_resident_bytes() > SPENT_BYTES
+            is_bytes = isinstance(value, bytes)
+            listed = (None, is_spent, len(value)) if is_bytes else (value, is_spent)
+            connection.send_bytes(json.dumps((outcome, *listed)).encode())
+            if is_bytes:
+                connection.send_bytes(value)
             for timer in (signal.ITIMER_REAL, signal.ITIMER_PROF):
                 signal.setitimer(timer, 0)
 

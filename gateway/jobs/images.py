@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Final, Literal, TypeAlias
 
+from gateway.errors import BadRequest
+
 Detail: TypeAlias = Literal["low", "auto", "high"]
 
 
@@ -34,3 +36,18 @@ class ImageSpan:
 
 # Ids from here on are of no vocabulary: each stands for the content of an image.
 FIRST_IMAGE_ID: Final = 1 << 40
+
+
+class ImageRefused(BadRequest):
+    """An image for a model that reads text. `place` is its place in the request."""
+
+    def __init__(self, kind: str, place: str, param: str) -> None:
+        # "Could not process image" are the words of Anthropic's own API: Claude Code reads them,
+        # takes the image out of its session and asks again.
+        super().__init__(
+            f"Invalid '{place}': Could not process image of type '{kind}': this model reads text. "
+            "Send text, or ask a model that reads images. With GATEWAY_LEAVE_OUT_IMAGES=true, or "
+            "in one request the header x-gateway-leave-out-images: true, images of earlier turns "
+            "and of tools' results are left out: a session then goes on with the next message.",
+            param=param,
+        )

@@ -1,6 +1,6 @@
-"""Changes to Hypercorn, so that one client's bytes harm no other client of HTTP/1.1.
+"""Changes to Hypercorn's HTTP/1.1, so that no client can harm other clients.
 
-connections  the open connections, no more than there are descriptors for
-http1        requests whose framing is unambiguous, whose unread bodies block no connection, and
-             whose clients are seen to leave
+connections  limits open connections to the available file descriptors; closes abandoned ones
+http1        refuses requests with ambiguous framing, keeps unread bodies from blocking a
+             connection, and notices when a client disconnects
 """

@@ -1,6 +1,6 @@
-"""The open connections: each ends once its client is gone, and there is room for new ones.
+"""Keeps track of open connections: closes those whose client is gone, and makes room for new ones.
 
-`install` replaces Hypercorn's classes before it serves.
+`install` replaces Hypercorn's classes, and must be called before Hypercorn serves.
 """
 
 import asyncio
@@ -26,15 +26,17 @@ from gateway.server.http1 import Http1, Stream
 
 log = logs.get("server")
 
-# Descriptors reserved for everything else: model files, sandboxes, downloads, logs.
+# File descriptors reserved for everything else: model files, sandboxes, downloads, logs.
 RESERVED: Final = 256
 ACCEPT_LOG_S: Final = 60.0
-BACKLOG: Final = 2048  # connections that the system holds until they are accepted
-ACCEPTED: Final = 16  # the most accepted in a turn of the loop: each is counted some turns later
+BACKLOG: Final = 2048  # connections that the kernel queues until they are accepted
+# Most connections accepted in one iteration of the loop. Each is counted a few iterations later, so
+# the limit may be exceeded meanwhile.
+ACCEPTED: Final = 16
 
 
 def most_connections() -> int:
-    """Return how many connections may be open: the limit of descriptors, less a reserve."""
+    """Return how many connections may be open: the limit of file descriptors, less a reserve."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         return 1 << 30
@@ -42,22 +44,26 @@ def most_connections() -> int:
 
 
 class Listener(socket.socket):
-    """A listening socket. asyncio accepts as many connections in a turn as it believes the queue
-    to hold, so the real length is set here.
+    """A listening socket whose queue is longer than asyncio thinks.
+
+    asyncio accepts up to `backlog` connections in one iteration of the loop. It gets a small
+    backlog, while the kernel's queue has BACKLOG places.
     """
 
     def listen(self, backlog: int = BACKLOG) -> None:
-        """Listen with a queue of BACKLOG, whatever length is asked for."""
+        """Listen with a queue of BACKLOG, ignoring the argument."""
         super().listen(BACKLOG)
 
 
 class Config(HypercornConfig):
-    """Hypercorn's settings, with a limit that keeps the reserve free in a burst of connections."""
+    """Hypercorn's config, with a backlog that limits how many connections are accepted at once, so
+    that a burst doesn't use up the reserved descriptors.
+    """
 
     backlog = ACCEPTED
 
     def create_sockets(self) -> Sockets:
-        """Return Hypercorn's sockets, as listeners."""
+        """Return Hypercorn's sockets, the plain ones as Listeners."""
         sockets = super().create_sockets()
         opened = sockets.insecure_sockets
         opened[:] = [Listener(fileno=each.detach()) for each in opened]
@@ -65,10 +71,11 @@ class Config(HypercornConfig):
 
 
 class Crowd:
-    """The open connections, those without a request longest idle first.
+    """The open connections: idle ones, which have no request, and busy ones.
 
-    If there are too many, the one that is idle for longest is closed, or one whose request has not
-    arrived whole: clients that send nothing, or little, never keep others out.
+    If there are too many, the connection that has been idle longest is closed or, if no other is
+    idle, one whose request has not arrived completely. So clients that send little or nothing
+    cannot keep others out.
     """
 
     def __init__(self, most: Callable[[], int] = most_connections) -> None:
@@ -78,7 +85,7 @@ class Crowd:
         self._has_warned = False
 
     def note_idle(self, connection: "Connection") -> None:
-        """Count a connection as idle: it has no request under way from now on."""
+        """Count a connection as idle: it has no request. Close another if there are too many."""
         self._busy.pop(connection, None)
         self._idle[connection] = None
         while len(self._idle) + len(self._busy) > self._most():
@@ -93,7 +100,7 @@ class Crowd:
                 log.warning("idle_connections_closed", most=self._most())
 
     def note_busy(self, connection: "Connection") -> None:
-        """Count a connection as busy: it has a request under way."""
+        """Count a connection as busy: it has a request now."""
         self._idle.pop(connection, None)
         self._busy[connection] = None
 
@@ -109,13 +116,13 @@ class Crowd:
 
 
 class Connection(TCPServer):
-    """A connection that ends as soon as its client has left or no longer reads."""
+    """A connection that is closed as soon as its client has disconnected or stopped reading."""
 
     # Hypercorn keeps a connection that its client closed between two requests until the keep-alive
-    # time is over. Each takes a descriptor and three tasks: clients that connect for each request
-    # would use up a process's descriptors within a minute. A connection whose client has stopped
-    # reading is kept for ever.
-    last_bytes_s = 30.0  # seconds for the client to read the bytes written
+    # time is over. Each takes a descriptor and three tasks, so clients that open a connection per
+    # request would use up the descriptors within a minute. Hypercorn keeps a connection whose
+    # client has stopped reading forever.
+    last_bytes_s = 30.0  # seconds in which the client must read the last bytes at closing
     tls: ssl.SSLContext | None = None
     crowd = Crowd()
     _handshake: asyncio.Timeout | None = None
@@ -123,8 +130,9 @@ class Connection(TCPServer):
 
     async def run(self) -> None:
         """Serve the connection's requests until it is closed."""
-        # TLS begins here, not in Hypercorn's listener, so that a connection counts from its first
-        # moment: one that never finishes the handshake would keep others out, and delay a shutdown.
+        # The TLS handshake is done here, not in Hypercorn's listener, so that the connection is
+        # counted before it. A client that never finishes the handshake would otherwise keep others
+        # out, and delay a shutdown.
         self.crowd.note_idle(self)
         try:
             if self.tls is not None:
@@ -143,7 +151,7 @@ class Connection(TCPServer):
             self._handshake = None
 
     async def protocol_send(self, event: Event) -> None:
-        """Send bytes; note whether a request is under way."""
+        """Send an event, and note whether the connection is idle now."""
         if isinstance(event, Updated) and not self._is_gone:
             note = self.crowd.note_idle if event.idle else self.crowd.note_busy
             note(self)
@@ -151,7 +159,7 @@ class Connection(TCPServer):
 
     @property
     def is_receiving(self) -> bool:
-        """Return True while the body of the request under way has not come whole."""
+        """Return True while the body of the current request has not arrived completely."""
         protocol = self.protocol.protocol
         return isinstance(protocol, Http1) and protocol.connection.their_state is h11.SEND_BODY
 
@@ -159,7 +167,7 @@ class Connection(TCPServer):
         """Close the connection at once."""
         if self._handshake is None:
             self.writer.transport.abort()
-        else:  # asyncio would take an aborted handshake for one that is done
+        else:  # asyncio would treat an aborted handshake as a completed one: time it out
             self._handshake.reschedule(0)
 
     async def _read_data(self) -> None:
@@ -170,7 +178,7 @@ class Connection(TCPServer):
             await self.idle_task.stop()
 
     async def _idle_timeout(self) -> None:
-        if not self._is_gone:  # the last answer may end after its client has left
+        if not self._is_gone:  # the client may disconnect before its last response ends
             await super()._idle_timeout()
 
     async def _close(self) -> None:
@@ -181,8 +189,8 @@ class Connection(TCPServer):
 
 
 def make_exception_handler() -> Callable[[asyncio.AbstractEventLoop, dict[str, Any]], None]:
-    """Return a loop's handler that logs once in ACCEPT_LOG_S that nothing can be accepted: asyncio
-    would log it for every place of the backlog.
+    """Return a loop's exception handler that logs at most once in ACCEPT_LOG_S that no descriptor
+    is left to accept connections. asyncio would log it for every place of the backlog.
     """
     last = -math.inf
 
@@ -199,9 +207,9 @@ def make_exception_handler() -> Callable[[asyncio.AbstractEventLoop, dict[str, A
 
 
 def install(last_bytes_s: float, tls: ssl.SSLContext | None = None) -> None:
-    """Replace Hypercorn's classes with these; call it before Hypercorn serves.
+    """Replace Hypercorn's classes with those of this package. Call it before Hypercorn serves.
 
-    With `tls`, connections speak TLS, and Hypercorn is to be given no certificate.
+    With `tls`, connections use TLS; Hypercorn's config must then have no certificate.
     """
     Connection.last_bytes_s, Connection.tls = last_bytes_s, tls
     hypercorn.asyncio.run.TCPServer = Connection  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""HTTP/1.1, with fixes for cases in which Hypercorn 0.18 lets one client's bytes harm others."""
+"""HTTP/1.1 with fixes for cases in which Hypercorn 0.18 lets one client harm others."""
 
 import asyncio
 import re
@@ -15,20 +15,20 @@ from hypercorn.protocol.http_stream import ASGIHTTPState, HTTPStream
 from gateway.errors import BadRequest, GatewayError, HeadTooLarge, VersionNotSupported
 
 LONG_READ = 16 * 1024
-MOST_AHEAD = 256 * 1024  # bytes that a client may send while it waits for an answer
-MOST_UNREAD = 256 * 1024  # unread bytes of a body; above them, the connection is not read
+MOST_AHEAD = 256 * 1024  # most bytes after a request that a client may send before its response
+MOST_UNREAD = 256 * 1024  # unread bytes of a body above which the connection is not read
 LAST_CHUNK = b"0\r\n\r\n"
-# A bare LF, or a folded line, which continues the one before it.
+# A bare LF, or a folded line, which continues the line before it.
 _UNCLEAR = re.compile(rb"(?<!\r)\n|(?<=\n)[ \t]")
 
 
 class Stream(HTTPStream):
-    """A request whose unread body is kept in one buffer, however many pieces it came in.
+    """A request whose unread body is in one buffer, regardless of the number of its pieces.
 
-    Hypercorn 0.18 keeps the part that its app has not read in a queue of ten messages, and reads
-    nothing more of the connection while the queue is full: if the app ends without reading (a 401),
-    the connection waits for ever. Here nothing waits to add to the buffer. Its size is bounded,
-    since the connection is read only while there is room.
+    Hypercorn 0.18 has a queue of ten messages for the part of a body that the app has not read. It
+    doesn't read the connection while the queue is full, so if the app responds without reading
+    (401), the connection waits forever. Here, adding to the buffer never waits. Its size is
+    bounded, since the connection is read only while there is room.
     """
 
     def __init__(self, app: Any, *args: Any) -> None:
@@ -37,17 +37,17 @@ class Stream(HTTPStream):
         self._unread = bytearray()
         self._is_whole = False
         self._is_end_read = False  # True: the app has read the end of the body
-        self._is_read = False  # True: the app has begun to read
-        self._can_read = asyncio.Event()  # set while there is something for the app
-        self._has_room = asyncio.Event()  # set while the connection may be read
+        self._is_read = False  # True: the app has begun to read the body
+        self._can_read = asyncio.Event()  # set while the app can read without waiting
+        self._has_room = asyncio.Event()  # set while more of the connection may be read
         self._has_room.set()
 
     async def _serve(self, scope: Any, receive: Any, *rest: Any) -> None:
-        """Run the app with our `receive` instead of Hypercorn's queue."""
+        """Run the app with `_receive` instead of Hypercorn's queue."""
         await self._app(scope, self._receive, *rest)
 
     async def handle(self, event: StreamEvent) -> None:
-        """Keep a part of the body; for other events, do as Hypercorn does."""
+        """Add a part of the body to the buffer. Other events are handled by Hypercorn."""
         if self.closed:
             return
         if isinstance(event, Body):
@@ -57,11 +57,13 @@ class Stream(HTTPStream):
         else:
             await super().handle(event)
         if isinstance(event, StreamClosed) and not self._is_whole:
-            self._unread.clear()  # the app may still read a whole body after its client left
+            self._unread.clear()  # a complete body is left for the app, even if the client is gone
         self._update_events()
 
     async def wait_for_room(self) -> None:
-        """Wait until the connection may be read: little is unread, or the body is complete."""
+        """Wait until more of the connection may be read: the buffer has room, or the body is
+        complete.
+        """
         await self._has_room.wait()
 
     async def _receive(self) -> dict[str, Any]:
@@ -79,7 +81,7 @@ class Stream(HTTPStream):
         return {"type": "http.request", "body": body, "more_body": not self._is_end_read}
 
     async def _ask(self) -> None:
-        """Send 100 Continue to a client that waits for it with its body (RFC 9110, 10.1.1)."""
+        """Send 100 Continue if the client waits for it with its body (RFC 9110, 10.1.1)."""
         expected = dict(self.scope["headers"]).get(b"expect", b"").lower()
         is_waiting = expected == b"100-continue" and self.scope["http_version"] != "1.0"
         has_come = self._unread or self._is_whole or self.closed
@@ -96,14 +98,15 @@ class Stream(HTTPStream):
 
 
 class _Paused(Exception):
-    """The client has sent more than the request that is being answered."""
+    """Raised when the client has sent bytes beyond the request that is being answered."""
 
 
 class _NoWaiting:
-    """The event that Hypercorn waits for when h11 pauses; here the wait raises at once."""
+    """Replaces the event for which Hypercorn waits when h11 pauses: `wait` raises at once."""
 
-    # Hypercorn would read nothing until the answer has ended. A single byte after a body (old
-    # clients send a CRLF) would hide until the last token that the client has left.
+    # While Hypercorn waits, it doesn't read the connection until the response has ended. So after a
+    # single byte beyond the body, such as the CRLF of old clients, it would not notice that the
+    # client has disconnected.
 
     async def clear(self) -> None:
         """Do nothing."""
@@ -121,16 +124,17 @@ class _NoWaiting:
 
 
 class Http1(H11Protocol):
-    """HTTP/1.1 that notices when its client leaves, and accepts only unambiguous framing.
+    """HTTP/1.1 that notices when its client disconnects, and accepts only unambiguous framing.
 
-    It refuses bytes that two readers may split differently (RFC 9112), and closes the connection.
+    It refuses a request if a proxy might see its end elsewhere (RFC 9112), and closes the
+    connection.
     """
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.can_read = _NoWaiting()
-        self._lock = asyncio.Lock()  # held while received bytes, or bytes sent ahead, are handled
-        self._tail = b""  # the end of the head that has arrived so far
+        self._lock = asyncio.Lock()  # held while received bytes are handled
+        self._tail = b""  # the last bytes of the head received so far
         self._is_chunked = False
         self._body_end = b""
         self._is_paused = False
@@ -140,7 +144,7 @@ class Http1(H11Protocol):
     async def handle(self, event: Event) -> None:
         """Handle received bytes in order; handle other events at once."""
         if not isinstance(event, RawData):
-            if isinstance(event, Closed):  # nobody waits for requests sent ahead
+            if isinstance(event, Closed):  # nobody waits for responses to requests sent ahead
                 self._is_over = True
                 self._ahead.clear()
             await super().handle(event)
@@ -163,7 +167,7 @@ class Http1(H11Protocol):
                 return
             if not self._is_clear(data):
                 await self._refuse(
-                    BadRequest("Lines of a request's head should end in CRLF, and not be folded.")
+                    BadRequest("Lines of a request's head must end in CRLF and not be folded.")
                 )
                 return
         try:
@@ -173,24 +177,26 @@ class Http1(H11Protocol):
         self._check_body_end(data)
         if isinstance(self.stream, Stream):
             await self.stream.wait_for_room()
-        if len(data) > LONG_READ:  # these may be many small chunks: let other tasks run
+        if len(data) > LONG_READ:  # it may have had many small chunks: let other tasks run
             await asyncio.sleep(0)
 
     def _is_clear(self, data: bytes) -> bool:
-        """Return True if no line of the head so far ends in a bare LF or is folded."""
+        """Return True if no line of the head received so far ends in a bare LF or is folded."""
         seen, start = self._tail + data, len(self._tail)
         end = seen.find(b"\r\n\r\n")
         self._tail = seen[-3:] if end < 0 else b""
         return _UNCLEAR.search(seen, start, len(seen) if end < 0 else end) is None
 
     def _check_body_end(self, data: bytes) -> None:
-        """Make this request the last one if two readers may disagree on its chunked body's end."""
+        """Make this request the connection's last one if a proxy might see the end of its chunked
+        body elsewhere.
+        """
         is_whole = self.connection.their_state is h11.DONE
         if is_whole:
             rest, _ = self.connection.trailing_data
             data = data[: len(data) - len(rest)]
         self._body_end = (self._body_end + data)[-len(LAST_CHUNK) :]
-        # Trailers may have lines that end in a bare LF.
+        # A body that doesn't end in LAST_CHUNK has trailers, whose lines may end in a bare LF.
         if is_whole and self._is_chunked and self._body_end != LAST_CHUNK:
             self._is_over = True
             self.keep_alive_requests = self.config.keep_alive_max_requests  # connection: close
@@ -200,10 +206,10 @@ class Http1(H11Protocol):
         self._is_chunked = b"transfer-encoding" in names
         is_old = request.http_version < b"1.1"
         if request.http_version > b"1.1":
-            # This is HTTP/2 by prior knowledge: a proxy in front may speak it.
+            # The client uses HTTP/2 with prior knowledge.
             await self._refuse(VersionNotSupported())
         elif b"transfer-encoding" in names and (b"content-length" in names or is_old):
-            # The body has two lengths, or one unknown to readers of HTTP/1.0 (RFC 9112, 6.1).
+            # The body has two lengths, or one that HTTP/1.0 does not know (RFC 9112, 6.1).
             await self._refuse(
                 BadRequest(
                     "Send a body with Content-Length or, in HTTP/1.1, with Transfer-Encoding, but "
@@ -211,16 +217,16 @@ class Http1(H11Protocol):
                 )
             )
         else:
-            # The stream asks for the body once its app reads: the app may refuse the request first.
+            # `_ask` sends 100 Continue once the app reads: the app may refuse the request first.
             assert isinstance(self.connection, h11.Connection)
             self.connection.client_is_waiting_for_100_continue = False
             await super()._create_stream(request)
 
     async def _check_protocol(self, event: h11.Request) -> None:
-        """Change to no other protocol."""
+        """Do nothing: upgrades to other protocols are not supported."""
 
     async def _maybe_recycle(self) -> None:
-        """Start to handle bytes sent ahead, if there are any, in a task of its own."""
+        """Handle bytes that were sent ahead, if there are any, in a new task."""
         await super()._maybe_recycle()
         if self._is_paused and self.connection.their_state is h11.IDLE:
             self.task_group.spawn(self._handle_ahead)
@@ -236,7 +242,7 @@ class Http1(H11Protocol):
             await self._take(ahead)
 
     async def _send_error_response(self, status_code: int) -> None:
-        """Answer an error of h11 in the form of every other error."""
+        """Answer an error of h11 with the same JSON as other errors."""
         if status_code == HeadTooLarge.status:
             await self._answer(HeadTooLarge("The path, query and headers are too large."))
         else:

@@ -1,6 +1,7 @@
-"""Bounds on the requests and tokens that wait for a model, each until its deadline.
+"""Bounds on the requests and tokens that wait for a model, and the deadlines of requests.
 
-Also the arrivals: requests being read or tokenized, so that a batcher can wait for a burst.
+Also counts arrivals, which are requests being parsed or tokenized: a batcher can wait for them, so
+that a burst of requests shares a batch.
 """
 
 import asyncio
@@ -16,18 +17,18 @@ from gateway.jobs import Caller
 
 
 class Arrival:
-    """A request that is being read or tokenized: it will be queued, or ends first."""
+    """A request that is being parsed or tokenized, and not queued yet."""
 
     def __init__(self, arrivals: "Arrivals") -> None:
         self._arrivals = arrivals
 
     def end(self) -> None:
-        """Stop counting it, as it is queued or ended. A second call does nothing."""
+        """Stop counting the request, because it is queued or over. A second call does nothing."""
         self._arrivals._end(self)
 
 
 class Arrivals:
-    """Requests that are on their way, in order of arrival."""
+    """The requests that are on their way to the queue, in order of arrival."""
 
     def __init__(self) -> None:
         self._since: dict[Arrival, float] = {}
@@ -35,7 +36,7 @@ class Arrivals:
 
     @contextlib.contextmanager
     def expect(self) -> Iterator[Arrival]:
-        """Count a request as on its way while entered, or until its `end`."""
+        """Count a request as on its way until the context exits or `Arrival.end` is called."""
         arrival = Arrival(self)
         self._since[arrival] = clock.now()
         try:
@@ -45,26 +46,26 @@ class Arrivals:
 
     @property
     def count(self) -> int:
-        """Return how many requests are on their way."""
+        """Return the number of requests that are on their way."""
         return len(self._since)
 
     @property
     def newest_age_s(self) -> float | None:
-        """Return the seconds since the newest of them came, or None if there is none."""
+        """Return the seconds since the newest request arrived; None if none is on its way."""
         newest = next(reversed(self._since.values()), None)
         if newest is None:
             return None
         return clock.now() - newest
 
     async def yield_to_loop(self) -> None:
-        """Yield three times, so that requests whose bytes have arrived are counted."""
-        # Socket, reader and handler each need one iteration of the loop. Without this, a burst of
-        # ten was cut in two a quarter of the time.
+        """Yield to the event loop three times, so that requests already received are counted."""
+        # Socket, reader and handler each need one iteration of the loop. Without this, a quarter of
+        # bursts of ten requests were split over two batches.
         for _ in range(3):
             await asyncio.sleep(0)
 
     async def wait_for_change(self, timeout_s: float) -> None:
-        """Wait until one of them ends, for at most `timeout_s`."""
+        """Wait until one of the requests is queued or over, for at most `timeout_s`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._changed.wait()
@@ -82,17 +83,17 @@ NO_BOUND: Final = 2**62
 
 
 def retry_after_s(waiting: float, finished: float, seconds: float) -> float:
-    """Return the seconds that a queue needs to drain, between LEAST_RETRY_S and MOST_RETRY_S.
+    """Estimate the seconds until a queue has drained, between LEAST_RETRY_S and MOST_RETRY_S.
 
-    `finished` of it were served in the last `seconds`. One more is counted as about to finish:
-    the time of a new queue is short, and that of a stuck one grows.
+    `finished` items were served in the last `seconds`. The estimate adds one that is about to
+    finish, so it is short for a new queue, and grows with time for a stuck one.
     """
     drained_s = waiting * seconds / (finished + 1)
     return min(MOST_RETRY_S, max(LEAST_RETRY_S, drained_s))
 
 
 class Noun(StrEnum):
-    """The bounded thing, as the error message names it."""
+    """The unit that an Admission counts, as error messages name it."""
 
     REQUESTS = "requests"
     CHOICES = "choices"
@@ -107,9 +108,10 @@ _GAUGES = {
 
 
 class Admission:
-    """A bound on one thing that a model's requests hold, waiting and running, and the recent rate
-    at which they release it. Requests beyond `limit` are refused, but one that is alone may hold
-    any amount.
+    """A bound on how much of one unit a model's requests, waiting and running, hold together.
+
+    It also measures the recent rate at which they release it. A request that would exceed `limit`
+    is refused, unless nothing is held: a request that is alone may hold any amount.
     """
 
     def __init__(
@@ -130,8 +132,9 @@ class Admission:
     ) -> Iterator[None]:
         """Hold `amount` while entered. Raises Overloaded if there is no room.
 
-        `Retry-After` is the time the queue needs to drain, unless `retry_after_s` is given. A
-        request that holds some already (`is_more`) leaves half of the limit to others.
+        `Retry-After` is `retry_after_s` or, by default, an estimate of when the queue has drained.
+        `is_more` means that the request holds some already: it then gets a place only while the
+        total stays within half of the limit.
         """
         held = self._held + amount
         is_greedy = is_more and 2 * held > self.limit
@@ -140,7 +143,7 @@ class Admission:
                 f"The model `{self._model}` has {self._held} {self._noun} waiting already.",
                 retry_after_s=self.retry_after_s() if retry_after_s is None else retry_after_s,
             )
-        if not self._held:  # time in which nothing was held does not count for the rate
+        if not self._held:  # the rate leaves out time in which nothing was held
             self.begin()
         self._held = held
         self._gauge.inc(amount)
@@ -153,7 +156,7 @@ class Admission:
 
     @property
     def limit(self) -> int:
-        """Return how much may be held. A lower limit applies to new requests."""
+        """Return how much may be held. Lowering it affects only new requests."""
         return self._limit
 
     @limit.setter
@@ -163,11 +166,11 @@ class Admission:
             metrics.of(metrics.QUEUE_TOKENS_LIMIT, self._model).set(limit)
 
     def begin(self) -> None:
-        """Start measuring the rate, as nothing could be released until now."""
+        """Start measuring the rate anew: until now nothing could have been released."""
         self._since, self._finished = self._now(), 0.0
 
     def _release(self, amount: int) -> None:
-        """Release `amount`. Older releases count by half and less."""
+        """Release `amount`, and halve the weight of older releases about every WINDOW_S."""
         self._held -= amount
         self._finished += amount
         age_s = self._now() - self._since
@@ -176,7 +179,7 @@ class Admission:
             self._finished /= 2
 
     def retry_after_s(self) -> float:
-        """Return the seconds until all that is held will be released, within bounds."""
+        """Estimate the seconds until everything that is held now is released."""
         return retry_after_s(self._held, self._finished, self._now() - self._since)
 
 
@@ -188,14 +191,14 @@ async def until_deadline(caller: Caller) -> AsyncIterator[None]:
         async with limit:
             yield
     except TimeoutError:
-        if not limit.expired():  # another timeout, such as a disk's
+        if not limit.expired():  # a timeout from elsewhere, such as a slow disk
             raise
         raise DeadlineExceeded(caller.allowed_s) from None
 
 
 @contextlib.asynccontextmanager
 async def time_load(caller: Caller) -> AsyncIterator[None]:
-    """Time the body as loading, and cancel it at the caller's deadline."""
+    """Record the body's time as LOAD, and cancel it at the caller's deadline."""
     started = clock.now()
     caller.timings.stage = Stage.LOAD
     try:

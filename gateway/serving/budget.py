@@ -1,10 +1,10 @@
-"""The bytes that models and their sequences may hold, and those they hold."""
+"""The memory budget: the bytes that models and their sequences may hold, and those in use."""
 
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Final, Protocol
 
-LEAST_PREFIXES: Final = 1 << 30  # bytes for kept prompts, if models leave that much
+LEAST_PREFIXES: Final = 1 << 30  # bytes that prefix caches may have if models leave that much
 
 
 class Evictable(Protocol):
@@ -17,14 +17,14 @@ class Evictable(Protocol):
         """Return the bytes of all pinned models but this one."""
 
     def model_bytes(self) -> int:
-        """Return the bytes of all models, without those of sequences and kept prompts."""
+        """Return the bytes of all models, without those of sequences and prefix caches."""
 
 
 class Budget:
-    """The bytes of all models: a model's weights have a share, the KV of its sequences another."""
+    """The bytes of all models. A model's weights have one share, its sequences' KV another."""
 
-    # Bytes are counted here, not refused: code that needs more than `free_bytes` waits until its
-    # listener is called, or calls `evict_idle`.
+    # The budget counts bytes and refuses none: code that needs more than `free_bytes` waits until
+    # its listener is called, or calls `evict_idle`.
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self.claimed_bytes = 0
@@ -35,16 +35,16 @@ class Budget:
 
     @property
     def free_bytes(self) -> int:
-        """Return the bytes not held; below 0 if models turned out larger than they seemed."""
+        """Return the bytes that nobody holds; negative if models are larger than estimated."""
         return self.limit_bytes - self._held_bytes
 
     @property
     def spare_bytes(self) -> int:
-        """Return the bytes that a new sequence may take: free, and claimed for no waiting model."""
+        """Return the bytes that a new sequence may take: free ones, less those that are claimed."""
         return self.free_bytes - self.claimed_bytes
 
     def claim(self, nbytes: int) -> None:
-        """Reserve bytes, free now or later, for a model that waits."""
+        """Reserve bytes, whether free now or later, for models that wait to be loaded."""
         before, self.claimed_bytes = self.claimed_bytes, nbytes
         if nbytes < before or (nbytes > before and self.prefix_bytes):
             self.notify()
@@ -54,7 +54,7 @@ class Budget:
         return Share(self)
 
     def attach(self, models: Evictable) -> None:
-        """Set the models that are evicted from now on."""
+        """Set the models that `evict_idle` evicts."""
         self._models = models
 
     def evict_idle(self, nbytes: int, *, is_pressing: bool) -> None:
@@ -74,17 +74,17 @@ class Budget:
 
     @property
     def prefix_bytes(self) -> int:
-        """Return the bytes of kept prompts, which are freed when others need them."""
+        """Return the bytes of all prefix pools, which are freed when others need them."""
         return sum(prefixes.nbytes for prefixes in self.prefixes)
 
     def kept_besides(self, own: "PrefixShare") -> int:
-        """Return the bytes of prompts kept in other pools."""
+        """Return the bytes of all prefix pools except `own`."""
         return sum(prefixes.nbytes for prefixes in self.prefixes if prefixes is not own)
 
     def recall(self, nbytes: int, *, besides: "PrefixShare") -> bool:
-        """Have `nbytes` of the prompts in other pools freed; return False if they keep none.
+        """Ask the other prefix pools to free `nbytes`. Return False if they hold none.
 
-        They are freed in turns of those pools' models, after which listeners are called.
+        Each pool frees its bytes in a turn of one of its models. Listeners are called after that.
         """
         is_new = is_due = False
         for prefixes in self.prefixes:
@@ -94,13 +94,13 @@ class Budget:
                 is_due = is_due or given > 0
                 is_new = is_new or given > prefixes.recalled
                 prefixes.recalled = max(given, prefixes.recalled)
-        if is_new:  # only then, or a waiting listener would call this again at once
+        if is_new:  # without this check, a listener that calls `recall` would be called forever
             self.notify()
         return is_due
 
     def listen(self, on_change: Callable[[], None]) -> None:
-        """Call `on_change` whenever bytes are freed, or could be because a model became idle, and
-        when kept prompts have to go.
+        """Call `on_change` whenever bytes are freed, a model becomes idle and could be evicted, or
+        prefix pools have to free bytes.
         """
         self._listeners[on_change] = None
 
@@ -109,19 +109,19 @@ class Budget:
         del self._listeners[on_change]
 
     def notify(self) -> None:
-        """Call every `on_change`."""
+        """Call every listener."""
         for on_change in tuple(self._listeners):
             on_change()
 
     def _change(self, by: int) -> None:
         self._held_bytes += by
-        # Models that keep prompts free the missing bytes.
+        # The listeners of models with prefix pools free the missing bytes.
         if by < 0 or (self.free_bytes < 0 and self.prefix_bytes):
             self.notify()
 
 
 class Share:
-    """The bytes that one holder has of a budget."""
+    """The part of a budget that one holder has."""
 
     def __init__(self, budget: Budget) -> None:
         self._budget = budget
@@ -129,15 +129,15 @@ class Share:
         self.nbytes = 0
 
     def resize(self, nbytes: int) -> None:
-        """Hold `nbytes` from now on, free or not: they may be in memory already.
+        """Hold `nbytes` from now on, whether they are free or not: they may be allocated already.
 
-        Raises ValueError for a negative number, and RuntimeError if a listener that this calls
-        resizes the same share.
+        Raises ValueError for a negative number, and RuntimeError if a listener called by this
+        method resizes the same share.
         """
         if nbytes < 0:
-            raise ValueError(f"a share of {nbytes} bytes")
+            raise ValueError(f"a share cannot have {nbytes} bytes")
         if self._is_changing:
-            raise RuntimeError("a share is resized while it is resized")
+            raise RuntimeError("a share was resized during its own resize, by a listener")
         change, self.nbytes = nbytes - self.nbytes, nbytes
         self._is_changing = True
         try:
@@ -151,17 +151,17 @@ class Share:
 
 
 class PrefixShare:
-    """The share of the budget that one prefix pool has: the first to go when others need bytes."""
+    """The share of the budget that one prefix pool has. It is freed first if others need bytes."""
 
-    # The pool has at most `most` bytes; with `leaves_room`, it leaves room for models and a
-    # sequence.
+    # The pool has at most `most` bytes. With `leaves_room` it also leaves room beside it for the
+    # models and one sequence.
     def __init__(self, budget: Budget, most: int, *, leaves_room: bool = False) -> None:
         self._budget = budget
         self._share = budget.share()
         self._most = most
         self._leaves_room = leaves_room
         self._users = 0
-        self.recalled = 0  # bytes that sequences of models with another pool wait for
+        self.recalled = 0  # bytes to free for sequences of models that use other pools
 
     @property
     def nbytes(self) -> int:
@@ -169,7 +169,7 @@ class PrefixShare:
 
     @property
     def excess_bytes(self) -> int:
-        """Return the bytes that have to go, beyond those that earlier pools can give."""
+        """Return the bytes that this pool has to free, after earlier pools have freed theirs."""
         wanted = -self._budget.spare_bytes
         for prefixes in self._budget.prefixes:
             if prefixes is self:
@@ -178,10 +178,10 @@ class PrefixShare:
         return max(0, min(self.nbytes, max(wanted, self.recalled)))
 
     def allowed(self, row_bytes: int) -> int:
-        """Return the bytes that may be kept from now on, beside a sequence of `row_bytes`.
+        """Return the bytes that the pool may have from now on, beside a sequence of `row_bytes`.
 
-        There are three cases. Bytes that are kept here have to go: the rest stays. The budget has
-        bytes to spare: these may be kept, too. Neither: all stays, and no more is kept.
+        If it has to free bytes, it may keep the rest. If the budget has spare bytes, it may grow
+        into them. Otherwise it keeps its size. `most` bounds all three.
         """
         most, excess, spare = self._most, self.excess_bytes, self._budget.spare_bytes
         if self._leaves_room:
@@ -194,17 +194,17 @@ class PrefixShare:
         return min(most, self.nbytes)
 
     def shrink_to(self, nbytes: int) -> None:
-        """Count at most `nbytes` as kept: the engine's next step frees the others."""
+        """Lower the share to at most `nbytes`: the engine's next step frees the rest."""
         self.recalled = 0
         self.note(min(self.nbytes, nbytes))
 
     def note(self, nbytes: int) -> None:
-        """Note the bytes of kept prompts."""
+        """Set the share to the bytes that the pool has now."""
         self._share.resize(nbytes)
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
-        """While entered, a model may keep prompts here. The pool empties after the last model."""
+        """Let a model use the pool while entered. The last model to exit empties the pool."""
         if not self._users:
             self._budget.prefixes.append(self)
         self._users += 1
@@ -218,7 +218,8 @@ class PrefixShare:
 
 
 def bound_prefixes(most: int, room: int, row_bytes: int) -> int:
-    """Return the most bytes of kept prompts, of the `room` beside models: they leave bytes for a
-    sequence, unless that makes them fewer than LEAST_PREFIXES.
+    """Return the most bytes of a prefix pool, at most `most`, within the `room` that models leave.
+
+    They leave `row_bytes` of it for a sequence, unless the pool would get under LEAST_PREFIXES.
     """
     return max(0, min(most, max(room - row_bytes, min(room, LEAST_PREFIXES))))

@@ -1,5 +1,5 @@
-"""The meaning of errors: the device's for the process (continue, give memory back, end), and a
-background task's for the task (restart).
+"""How the process reacts to errors of the device (continue, free memory, exit), and how background
+tasks are restarted after errors.
 """
 
 import asyncio
@@ -14,17 +14,18 @@ from gateway.panics import raise_panics
 
 log = logs.get("device")
 
-UNKNOWN_FAULTS: Final = 2  # faults of unknown cause until the model reads a prompt of its own
-PROBES: Final = 2  # probes that have to fail in a row before the device counts as lost
-RESTART_PAUSE_S: Final = 0.1  # a task that always fails must not fill the loop
-PROBE_PAUSE_S: Final = 1.0  # pause between probes: a GPU that restarts fails all work meanwhile
+UNKNOWN_FAULTS: Final = 2  # faults of unknown cause after which the device is probed
+PROBES: Final = 2  # consecutive failed probes after which the device counts as lost
+RESTART_PAUSE_S: Final = 0.1  # keeps a task that always fails from using all of the loop's time
+PROBE_PAUSE_S: Final = 1.0  # pause between probes: a GPU fails all work while it restarts
 
 
 class DeviceHealth:
-    """The device as its errors show it, for all models: `note` and `shed` run on the lane's thread.
+    """The state of the device, concluded from the errors of all models.
 
-    A caller's prompt alone never makes the device count as lost. That takes an error which is known
-    to last, or a model's own prompt, failing twice in a row for no known reason.
+    A caller's prompt alone never makes the device count as lost. That takes an error known to be
+    permanent, or a model's own test prompt that fails PROBES times in a row for unknown reasons.
+    `note` and `shed` must run on the lane's thread.
     """
 
     def __init__(
@@ -35,7 +36,7 @@ class DeviceHealth:
         self._classify, self._name = classify, name
         self._unknown = 0
         self._shedders: list[Callable[[], object]] = []
-        self.lost: str | None = None  # the error after which the device does not come back
+        self.lost: str | None = None  # the error that showed that the device is lost
 
     def check(self) -> None:
         """Raise DeviceLost if the device has been lost."""
@@ -43,7 +44,7 @@ class DeviceHealth:
             raise DeviceLost
 
     def classify(self, error: Exception) -> Fault:
-        """Return the fault that an error shows. A GatewayError counts by its cause, if any."""
+        """Return an error's kind of fault. A GatewayError has that of its cause, or else ROW."""
         if not isinstance(error, GatewayError):
             return self._classify(error)
         fault = Fault.ROW if error.__cause__ is None else self._classify(error.__cause__)
@@ -52,8 +53,9 @@ class DeviceHealth:
         return fault
 
     def see(self, error: Exception) -> Exception:
-        """Return the error that a caller of the device gets: DeviceLost for one that lasts, else
-        one that names any other failed part of the machine. On the lane's thread.
+        """Return the error to raise in the caller: DeviceLost if `error` shows that the device is
+        lost; otherwise `error`, or a clearer one that `name` puts in its place. Must run on the
+        lane's thread.
         """
         error = self._name(error)
         if self.classify(error) is not Fault.FATAL:
@@ -62,10 +64,10 @@ class DeviceHealth:
         return DeviceLost()
 
     def note(self, fault: Fault, message: str, probe: Callable[[], None]) -> None:
-        """Note a fault that a pass has met; raise DeviceLost if the device is lost with it.
+        """Record a fault of a pass. Raises DeviceLost if the device is lost.
 
-        After UNKNOWN_FAULTS of unknown cause, `probe` reads a prompt of the model's own, to find
-        out whether the device still works.
+        After UNKNOWN_FAULTS faults of unknown cause, `probe` is called to find out whether the
+        device still works: it makes the model compute a prompt of its own.
         """
         if fault is Fault.FATAL:
             self._lose(message)
@@ -99,7 +101,7 @@ class DeviceHealth:
 
     @contextmanager
     def shedding(self, shed: Callable[[], object]) -> Iterator[None]:
-        """While entered, `shed` is called, on the lane's thread, when memory runs out."""
+        """While entered, call `shed` on the lane's thread whenever memory runs out."""
         self._shedders.append(shed)
         try:
             yield
@@ -107,8 +109,8 @@ class DeviceHealth:
             self._shedders.remove(shed)
 
     def shed(self) -> None:
-        """Give back the memory that is kept for later: prefixes, and freed buffers. Errors of this,
-        such as a late one of MLX's, are only noted.
+        """Free memory that is only kept for reuse: prefix caches and MLX's free buffers. Errors
+        meanwhile, such as a late one of an earlier MLX call, are logged and not raised.
         """
         metrics.SHEDDINGS.inc()
         for shed in tuple(self._shedders):
@@ -119,7 +121,7 @@ class DeviceHealth:
                 self.see(error)
 
     def as_error(self, model: str, error: Exception) -> GatewayError:
-        """Return the error for a caller whose row has failed with this one."""
+        """Return the error for a caller whose row has failed with `error`."""
         if isinstance(error, GatewayError):
             return error
         if self.lost is not None:
@@ -134,11 +136,11 @@ async def run_forever(
     work: Callable[[], Awaitable[None]],
     on_error: Callable[[Exception], None] = lambda _: None,
 ) -> None:
-    """Call `work` until cancelled. `on_error` has to end requests whose work was lost."""
+    """Call `work` until cancelled. `on_error` must end the requests whose work was lost."""
     while True:
         try:
             await work()
-        except Exception as error:  # a bug of ours: engines' errors are handled below
+        except Exception as error:  # a bug of the gateway: `work` handles engines' errors itself
             log.error("worker_failed", worker=name, exc_info=True)
             on_error(error)
         await asyncio.sleep(RESTART_PAUSE_S)

@@ -1,8 +1,8 @@
-"""The one global MLX lock: a fair queue of turns, and the one thread that runs MLX; the number of
-tokens that a pass may have, so that a turn keeps to its time.
+"""The one global MLX lock, with a fair queue of turns, and the one thread that runs MLX.
 
-MLX is not thread-safe, and an array left unevaluated on one thread cannot be evaluated on
-another: so everything that touches it, loading and freeing too, runs on this thread.
+MLX is not thread-safe, and an array left unevaluated on one thread cannot be evaluated on another.
+So everything that uses MLX, also loading and freeing, runs on this thread. `Pace` bounds the tokens
+of a pass, so that a turn takes limited time.
 """
 
 import asyncio
@@ -32,12 +32,12 @@ from gateway.serving.faults import DeviceHealth
 class FairQueue:
     """Start-time fair queuing over kinds of work (Goyal, Vin and Cheng, 1996).
 
-    Each kind has a clock, which a turn advances by its seconds divided by the kind's weight; the
+    Each kind has a clock, which a turn advances by its seconds divided by the kind's weight. The
     kind whose clock is furthest behind is next. A kind that was idle starts at the clock of the
-    one in service, so idle time earns no credit. Kinds that always wait get time in proportion to
+    kind in service, so idle time earns no credit. Kinds that always wait get time in proportion to
     their weights, and wait for at most one turn of each other kind.
 
-    `most_s` caps the seconds of a turn that count, by kind; other kinds count in full.
+    `most_s` caps the counted seconds of a turn, by kind; turns of other kinds count in full.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class FairQueue:
         self._now = 0.0
 
     def choose(self, waiting: Iterable[str]) -> int:
-        """Return the index of the kind that is next; among equals, the first to wait."""
+        """Return the index of the kind that is next; among equals, the one that came first."""
         starts = [self._start(kind) for kind in waiting]
         return starts.index(min(starts))
 
@@ -66,7 +66,7 @@ class FairQueue:
     def is_up(self, kind: str, seconds: float, waiting: Iterable[str]) -> bool:
         """Return True if the current turn should end, `seconds` after it began.
 
-        It ends for a waiting kind whose clock is behind, and for another turn of its own kind.
+        It ends if the clock of a waiting kind is not ahead, or if a turn of its own kind waits.
         """
         current = self._after(kind, seconds)
         return any(other == kind or self._start(other) <= current for other in waiting)
@@ -84,30 +84,32 @@ Ts = TypeVarTuple("Ts")
 log = logs.get("lane")
 
 LOAD = "load"  # the kind of turn whose calls may take long
-# Seconds of a load that count: a slow disk must not delay the next load for minutes.
+# The most seconds of a load that its clock counts: a slow disk must not delay the next load for
+# minutes.
 MOST_LOAD_S = 1.0
 
 
 @dataclass(slots=True, eq=False)
 class Beat:
-    """A heartbeat: the present work of the lane's thread.
+    """A heartbeat: the current work of the lane's thread.
 
-    Each call, and each step of a call, makes a new one; if it stays the same, the thread has not
-    moved.
+    Each call, and each step of a call, makes a new Beat. While the Beat stays the same object, the
+    thread has made no progress.
     """
 
     kind: str
-    # The longest time of such work so far; None if unknown: for a load, and for the first call of a
-    # shape, which compiles.
+    # The longest time of such work so far; None if it is unknown, as for a load and for the first
+    # call with a shape, which compiles.
     usual_s: float | None = 0.0
     shape: Hashable = None
     owner: str = ""
 
 
 class _Work:
-    """A call for the lane's thread, and a future that is done when the call is.
+    """A call for the lane's thread, with a future that is done when the call is.
 
-    The future does not hold the result, so that an unclaimed one is freed on the lane's thread.
+    The future does not hold the call's result, so that a result nobody takes can be freed on the
+    lane's thread.
     """
 
     __slots__ = ("args", "beat", "done", "function", "loop", "result")
@@ -121,10 +123,10 @@ class _Work:
         self.result: Any = None
 
     def do(self, health: DeviceHealth) -> None:
-        """Run on the lane's thread; settle the future on its own loop."""
+        """Call the function on the lane's thread; complete the future on its event loop."""
         try:
             self.result = self.function(*self.args)
-        except BaseException as error:  # the caller interprets it
+        except BaseException as error:  # `as_exception` raises those that must end the thread
             self.fail(health.see(as_exception(error)))
         else:
             self._settle(self.done.set_result, None)
@@ -153,7 +155,7 @@ class _Work:
 
 @dataclass(slots=True, eq=False)
 class _Waiter:
-    """A task that waits for the lane, and the future that is done once it holds it."""
+    """A task that waits for the lane, with a future that is done once the task holds the lane."""
 
     kind: str
     owner: str
@@ -161,11 +163,11 @@ class _Waiter:
 
 
 class Lane:
-    """A context manager: the thread lives from enter to exit.
+    """The lock and its thread. A context manager: the thread runs from enter to exit.
 
-    `weights` divide the lane's time between waiting kinds of work (default 1); within a kind,
-    turns are first come, first served. `on_close` is the thread's last call: without it MLX on CPU
-    aborts the process. `health` sees every error that a call raises.
+    `weights` divide the lane's time between kinds of work that wait (default 1). Within a kind,
+    turns are first come, first served. The thread calls `on_close` before it ends, without which
+    MLX on CPU aborts the process. `health` sees every error that a call raises.
     """
 
     def __init__(
@@ -186,26 +188,27 @@ class Lane:
         self._thread = threading.Thread(target=self._run_thread, name="lane", daemon=True)
         self._is_open = False
         self._has_ended = asyncio.Event()
-        self._usual_s: dict[Hashable, float] = {}  # longest times by shape; forgotten at every load
-        # The owner of the work that the device has under way, and a function that waits for it.
+        self._usual_s: dict[Hashable, float] = {}  # longest time by shape; cleared by every load
+        # The owner of unfinished work on the device, and a function that waits for that work.
         self._under_way: tuple[str, Callable[[], None]] | None = None
         self.beat: Beat | None = None  # written by the thread alone; None while it has no work
         self.has_died = False
 
     @property
     def is_alive(self) -> bool:
-        """Return True if the thread can still work."""
+        """Return True if the thread can run calls."""
         return self._is_open and not self.has_died
 
     @property
     def is_idle(self) -> bool:
-        """Return True if a turn would begin at once."""
+        """Return True if nobody holds the lane."""
         return not self._is_held
 
     @contextlib.asynccontextmanager
     async def turn(self, kind: str, owner: str = "") -> AsyncIterator["Turn"]:
-        """Wait for the lane, then hold it; `kind` names the work for weights and metrics, `owner`
-        the model or task that does it.
+        """Wait for the lane, then hold it while entered.
+
+        `kind` names the work for weights and metrics, and `owner` the model or task that does it.
         """
         self._check()
         requested = clock.now()
@@ -236,12 +239,12 @@ class Lane:
             if waiter in self._waiters:
                 self._waiters.remove(waiter)
             elif not waiter.gained.cancelled():
-                self._release()  # it gained the lane as it was cancelled
+                self._release()  # the task was given the lane just before it was cancelled
             raise
 
     def _release(self) -> None:
         """Pass the lane to the next waiter, or mark it free."""
-        # A waiter that is being cancelled stays in the list until its task runs.
+        # A cancelled waiter stays in the list until its task runs, so it is removed here.
         self._waiters = [waiter for waiter in self._waiters if not waiter.gained.done()]
         if not self._waiters:
             self._is_held = False
@@ -251,7 +254,7 @@ class Lane:
         chosen.gained.set_result(None)
 
     def _is_up(self, kind: str, seconds: float) -> bool:
-        # A copy: the loop's thread may change the list meanwhile.
+        # Copied, since the event loop's thread may change the list meanwhile.
         return self._fair_queue.is_up(
             kind, seconds, [waiter.kind for waiter in tuple(self._waiters)]
         )
@@ -264,13 +267,13 @@ class Lane:
         try:
             await asyncio.shield(work.done)
         except asyncio.CancelledError:
-            # The call cannot be stopped: keep the turn until it is done, however often this task
-            # is cancelled. Its result, a loaded engine perhaps, is freed on the lane's thread.
+            # The call cannot be stopped: keep the turn until it is done, however often this task is
+            # cancelled. Free its result, which may be a loaded engine, on the lane's thread.
             while not work.done.done():
                 with contextlib.suppress(asyncio.CancelledError):
                     await asyncio.wait([work.done])
             if not work.done.cancelled():
-                work.done.exception()  # retrieved, as no caller is left
+                work.done.exception()  # retrieved, so that asyncio does not log it
             self._work.put(_Work(beat, work.drop, ()))
             raise
         self._record(beat.shape, clock.now() - queued)
@@ -298,7 +301,7 @@ class Lane:
                 work.fail(Unavailable("The engine has stopped.", retry_after_s=1))
                 break
             self.beat = None
-            del work  # hold no array while waiting
+            del work  # its result may hold arrays, which should not outlive the call
         self.beat = Beat("close")
         try:
             self._on_close()
@@ -308,8 +311,8 @@ class Lane:
                 self._loop.call_soon_threadsafe(self._has_ended.set)
 
     def _settle(self, owner: str) -> None:
-        """Wait for the work that another owner's call has left under way: MLX raises its error
-        once, at the first wait.
+        """Wait for unfinished work that another owner has left on the device. MLX raises the work's
+        error only once, at the first wait, which must not be in this owner's call.
         """
         if self._under_way is not None and self._under_way[0] != owner:
             (_, wait), self._under_way = self._under_way, None
@@ -325,15 +328,15 @@ class Lane:
         await self._acquire("close")
         self._is_open = False
         self._work.put(None)
-        self._release()  # the next waiter gains it, and is refused
-        await self._has_ended.wait()  # not a wait in another thread, which could not be cancelled
+        self._release()  # each waiter gets the lane in turn, and is refused
+        await self._has_ended.wait()  # waiting in another thread could not be cancelled
         self._thread.join()
 
 
 class Turn:
-    """A held lane. Call it to run a function on the lane's thread, and await the result.
+    """A turn of the lane. Call it to run a function on the lane's thread, and await the result.
 
-    `gained` is the clock when the turn began, `waited_s` the wait for it.
+    `gained` is the clock's time when the turn began, and `waited_s` the seconds waited for it.
     """
 
     def __init__(self, lane: Lane, kind: str, owner: str, gained: float, waited_s: float) -> None:
@@ -353,17 +356,19 @@ class Turn:
         return self._lane._run(self._beat(), function, *args)
 
     def set_shape(self, shape: Hashable) -> None:
-        """Set the shape of the next calls. Their usual time is that of earlier calls of it."""
+        """Set the shape of the next calls, whose usual time is taken from calls with that shape."""
         self._shape = shape
         self._usual_s = self._lane._usual_s.get(shape)
 
     def beat(self) -> None:
-        """Replace the heartbeat, between the steps of one call. On the lane's thread."""
+        """Replace the heartbeat between the steps of a call. Must run on the lane's thread."""
         self._lane.beat = self._beat()
 
     def leave_under_way(self, wait: Callable[[], None]) -> None:
-        """Leave work to the device after the turn. Before a call of another owner `wait` is called,
-        which must keep the work's error. On the lane's thread.
+        """Let the device finish launched work after the turn. Must run on the lane's thread.
+
+        `wait` is called before the next call of another owner. It must store the work's error, not
+        raise it.
         """
         self._lane._under_way = self._owner, wait
 
@@ -393,28 +398,30 @@ class Turn:
 
     @property
     def is_up(self) -> bool:
-        """Return True if another turn is due; work in steps checks between them. Safe on any
-        thread.
+        """Return True if another turn is due: a call in steps should then end after its step. Safe
+        on any thread.
         """
         lane = self._lane
         return bool(lane._waiters) and lane._is_up(self._kind, clock.now() - self.gained)
 
 
-START_TOKENS = 512  # tokens of the first pass, before any is measured
-LEAST_TOKENS = 32  # fewer save nothing: a pass has a fixed cost
-MOST_GROWTH = 4  # factor from pass to pass: a short one predicts a long one badly
-WELL_WITHIN = 0.75  # part of the limit
+START_TOKENS = 512  # tokens of the first pass, before any pass is measured
+LEAST_TOKENS = 32  # fewer tokens take no less time, since a pass has a fixed cost
+MOST_GROWTH = 4  # most growth from pass to pass: a short pass predicts a long one badly
+WELL_WITHIN = 0.75  # fraction of the limit
 
 
 def allowed_tokens(allowed: int, tokens: int, seconds: float, limit_s: float) -> int:
-    """Return how many padded tokens the next pass may have, from a measured one.
+    """Return how many padded tokens the next pass may have, given a measured pass.
 
-    That one had `tokens` of the `allowed`. There are four cases:
-    1. It had at least half of them and took more than half of the time: its speed holds.
-    2. It was quicker: its speed holds, but the number grows by at most MOST_GROWTH.
-    3. It was small and well within the limit: most of its time was the fixed cost of a pass, so
-       the number may grow, and never shrinks.
-    4. It was small and slow: something else may have delayed it, so the number halves at most.
+    The measured pass had `tokens` of `allowed` tokens; it is small if that is fewer than half.
+    There are four cases:
+    1. It wasn't small and took at least half of the limit: the number follows from its speed.
+    2. It took less than half of the limit: the number follows from its speed, but never shrinks,
+       and grows at most by MOST_GROWTH.
+    3. It was small and within WELL_WITHIN of the limit: as in case 2, because most of its time may
+       be the fixed cost of a pass.
+    4. It was small and slower: something else may have delayed it, so the number at most halves.
     """
     if tokens <= 0 or seconds <= 0:
         return allowed
@@ -426,12 +433,12 @@ def allowed_tokens(allowed: int, tokens: int, seconds: float, limit_s: float) ->
 
 
 class Pace:
-    """The tokens that a pass of one model and kind may have, so that none exceeds `limit_s`."""
+    """The tokens that a pass of one model and kind may have to take at most `limit_s`."""
 
     def __init__(self, limit_s: float) -> None:
         self.limit_s = limit_s
         self.tokens = START_TOKENS
 
     def note(self, tokens: int, seconds: float) -> None:
-        """Adjust to a pass of `tokens` padded tokens, which took `seconds`."""
+        """Adjust the number to a pass of `tokens` padded tokens that took `seconds`."""
         self.tokens = allowed_tokens(self.tokens, tokens, seconds, self.limit_s)

@@ -1,4 +1,4 @@
-"""The Protocols of engines: app passes the real ones, tests pass scripted ones."""
+"""The Protocols of engines. app passes real engines, and tests pass scripted ones."""
 
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any, Protocol
@@ -17,7 +17,7 @@ from gateway.jobs.steps import (
 
 
 class EmbeddingEngine(Protocol):
-    """The maths of one embedding model."""
+    """The computations of one embedding model."""
 
     @property
     def dimensions(self) -> int:
@@ -25,7 +25,7 @@ class EmbeddingEngine(Protocol):
 
     @property
     def max_tokens(self) -> int:
-        """Return the longest input the model can read, special tokens included."""
+        """Return the most tokens of an input, special tokens included."""
 
     @property
     def vocab_size(self) -> int:
@@ -33,49 +33,49 @@ class EmbeddingEngine(Protocol):
 
     @property
     def prompts(self) -> Mapping[str, str]:
-        """Return the texts to put before an input, by prompt name."""
+        """Return the prompts, which are texts to put before an input, by name."""
 
     @property
     def default_prompt_name(self) -> str | None:
-        """Return the prompt used when the caller names none."""
+        """Return the name of the prompt that is used when the caller names none."""
 
     @property
     def has_patterns(self) -> bool:
-        """Return True if patterns of the model's files are tried on texts, which may take long."""
+        """Return True if the tokenizer uses patterns of the model's files, which may be slow."""
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Tokenize, special tokens included. Safe on any thread."""
+        """Return the texts' token ids, special tokens included. Safe on any thread."""
 
     def encode_start(self, texts: Sequence[str]) -> list[list[int]]:
-        """Tokenize as much as `truncate` needs; a longer text has more ids than `max_tokens`."""
+        """Return as many token ids as `truncate` needs: for a longer text, over `max_tokens`."""
 
     def truncate(self, tokens: TokenIds, limit: int | None = None) -> list[int]:
-        """Cut one input to `limit`, or to `max_tokens`, as sentence-transformers would."""
+        """Cut one input to `limit` (default `max_tokens`) as sentence-transformers does."""
 
     def shorten(self, vectors: Vectors, dimensions: int) -> Vectors:
-        """Keep the first `dimensions` of each vector, normalized again if the model does."""
+        """Cut each vector to `dimensions`, and normalize it again if the model normalizes."""
 
     def embed(self, rows: Sequence[TokenIds]) -> Vectors:
-        """Return (rows, dimensions) float32. On the lane only."""
+        """Return the vectors, (rows, dimensions) float32. Must run on the lane."""
 
     def probe(self) -> None:
-        """Embed a word of the model's own, without compiling anything; raise the device's error.
-        On the lane only.
+        """Embed a fixed word without compiling anything, to raise the device's error if it fails.
+        Must run on the lane.
         """
 
     def nbytes(self) -> int:
         """Return the bytes held on the device."""
 
     def close(self) -> None:
-        """Free every array. On the lane only."""
+        """Free every array. Must run on the lane."""
 
 
 class RerankEngine(Protocol):
-    """The maths of one reranker, which reads a query and a document together."""
+    """The computations of one reranker, whose input is a query together with a document."""
 
     @property
     def max_tokens(self) -> int:
-        """Return the longest pair the model can read, special tokens included."""
+        """Return the most tokens of a pair, special tokens included."""
 
     def encode_pairs(
         self,
@@ -87,23 +87,23 @@ class RerankEngine(Protocol):
     ) -> list[Pair]:
         """Tokenize the query with each document, which is cut to fit. Safe on any thread.
 
-        Only a model whose prompt has an instruction reads one. Raises ContextLengthExceeded for a
-        query that leaves no room for a token of a document.
+        `instruction` is ignored unless the model's prompt has a place for one. Raises
+        ContextLengthExceeded for a query that leaves no room for a token of a document.
         """
 
     def score(self, rows: Sequence[Pair]) -> Vectors:
-        """Return the logits, (rows, labels) float32. On the lane only."""
+        """Return the logits, (rows, labels) float32. Must run on the lane."""
 
     def probe(self) -> None:
-        """Score a pair of the model's own, without compiling anything; raise the device's error.
-        On the lane only.
+        """Score a fixed pair without compiling anything, to raise the device's error if it fails.
+        Must run on the lane.
         """
 
     def nbytes(self) -> int:
         """Return the bytes held on the device."""
 
     def close(self) -> None:
-        """Free every array. On the lane only."""
+        """Free every array. Must run on the lane."""
 
 
 class Tokens(Protocol):
@@ -111,49 +111,50 @@ class Tokens(Protocol):
 
     @property
     def tokenizer(self) -> Any:
-        """Return transformers' tokenizer, which has the special tokens and the template."""
+        """Return the transformers tokenizer, which has the special tokens and the chat template."""
 
     def tokenize(self, job: GenerateJob, *, special: bool, asking: bool) -> list[int]:
-        """Return the ids of a text, or of a conversation, ready to be answered if `asking`.
+        """Return the token ids of the job's text or conversation.
 
-        A text has the special tokens around it, if `special`. Raises BadRequest for a conversation
-        that the template refuses.
+        `special` adds special tokens around a text. `asking` ends a conversation with the beginning
+        of the model's answer. Raises BadRequest for a conversation that the template refuses.
         """
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
-        """Return the vocabulary's strings of ids; an empty one for an unknown id."""
+        """Return the vocabulary's string for each id, or an empty one for an unknown id."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ids, special tokens too."""
+        """Return the text of ids, including special tokens."""
 
 
 class PrefixCache(Protocol):
-    """The KV kept of a chat model's prompts, as files need it. On the lane only."""
+    """A chat model's prefix cache, as the prefix files need it. All of it must run on the lane."""
 
     @property
     def pool_bytes(self) -> int:
-        """Return the bytes kept by all models that share the pool."""
+        """Return the bytes of the pool that several models may share."""
 
     def pieces(self, adapter: int) -> Sequence[PrefixPiece]:
-        """Return an adapter's KV in pieces for files, the last used first; a piece comes after
-        those that it continues.
+        """Return an adapter's cached KV as pieces for files, most recently used first. A piece
+        comes after the pieces that it continues.
         """
 
     def copy_piece(self, adapter: int, piece: PrefixPiece) -> bytes | None:
-        """Return a piece's content; None if some of it has gone meanwhile."""
+        """Return a piece's content; None if a part of it has been evicted meanwhile."""
 
     def put_piece(self, adapter: int, salt: str, content: bytes) -> bool:
-        """Keep the content of a piece of earlier prompts; return False if there is no more room.
-        Content that `copy_piece` did not return for this model may raise any error.
+        """Put a piece's content into the cache. Return False if there is no room for it.
+
+        May raise any error unless `copy_piece` returned the content for this model.
         """
 
 
 class GenerationEngine(Protocol):
-    """The maths of one chat model: a batch that sequences join and leave between passes."""
+    """The computations of one chat model: a batch that sequences join and leave between passes."""
 
     @property
     def facts(self) -> EngineFacts:
-        """Return the facts that do not change while it is loaded."""
+        """Return facts about the model, which do not change while it is loaded."""
 
     @property
     def tokens(self) -> Tokens:
@@ -161,81 +162,83 @@ class GenerationEngine(Protocol):
 
     @property
     def prefixes(self) -> PrefixCache | None:
-        """Return the KV kept of its prompts; None if no one process has all of it."""
+        """Return the prefix cache; None for a model split over several processes."""
 
     @property
     def is_batched(self) -> bool:
         """Return True while sequences run together, False once they run one at a time."""
 
     def prepare(self, job: GenerateJob) -> list[SequenceParams]:
-        """Render the template and encode the prompt: one sequence per choice. Safe on any thread.
+        """Render and tokenize the prompt; return one sequence per choice. Safe on any thread.
 
         Raises BadRequest for a conversation that the template refuses, and ContextLengthExceeded
         for a prompt that leaves no room for one token.
         """
 
     def compile(self, grammar: Grammar) -> Compiled:
-        """Compile a grammar; slow, and safe on any thread.
+        """Compile a grammar. Slow; safe on any thread.
 
-        Raises BadRequest naming the keyword or place that cannot be compiled.
+        Raises BadRequest that names the keyword or place that cannot be compiled.
         """
 
     def matches_schema(self, schema: str, answer: str) -> bool | None:
-        """Return True if an answer matches a JSON Schema, both as text; None if that is unknown.
+        """Return whether an answer matches a JSON Schema, both given as text; None if unknown.
 
-        Slow, and safe on any thread.
+        Slow; safe on any thread.
         """
 
     def read_answer(self, params: SequenceParams, text: str, is_cut: bool) -> Reading:
-        """Return the parts of a whole answer, for a sequence that `reads_whole`: its thoughts, text
-        and calls; and None, or an event to log with the reason why it stays text. `text` joins the
-        texts of all the sequence's deltas; a cut one makes no call. Slow, and safe on any thread.
+        """Parse the complete answer of a sequence that `reads_whole` into thoughts, text and calls.
 
-        Raises Overloaded and Unavailable if other work leaves no time to read it.
+        Also return None or, if the answer stays text, a log event with the reason. `text` joins the
+        texts of all the sequence's deltas. An answer that `is_cut` has no calls. Slow; safe on any
+        thread. Raises Overloaded and Unavailable if other work leaves no time for parsing.
         """
 
     def step(self, plan: StepPlan) -> StepResult:
-        """Change the batch as planned, then run a pass. On the lane only.
+        """Change the batch as planned, then run a pass. Must run on the lane.
 
-        A decode pass gives the next token of every running sequence. An error of a pass changes no
-        answer: its sequences are read again; one that fails alone, or cannot join, ends by its
-        delta.
+        A decode pass gives the next token of every running sequence. After an error of a pass, its
+        sequences are prefilled again, which changes no answer. A sequence that fails even when it
+        runs alone, or that cannot join, ends with a delta that has the error.
         """
 
     def synchronize(self) -> None:
-        """Wait until the device has finished its launched work. On the lane only."""
+        """Wait until the device has finished its launched work. Must run on the lane."""
 
     def self_test(self) -> Generator[Verdict]:
-        """Compare sequences in batches with the same sequences alone, one pass a step. On the lane
-        only.
+        """Compare sequences in batches with the same sequences alone, one pass per step of the
+        generator. Must run on the lane.
 
-        Each step yields the verdict so far; the last one's has no field unknown.
+        Each step yields the verdict so far. The last verdict has no unknown field.
         """
 
     def time_step(self, rows: int) -> Generator[float | None]:
-        """Time a decode step of `rows` sequences, one pass a step. The last yields its seconds,
-        the others None. On the lane only.
+        """Time a decode step of `rows` sequences, one pass per step of the generator. The last step
+        yields the seconds, the others None. Must run on the lane.
         """
 
     def apply_verdict(self, verdict: Verdict) -> None:
-        """Stop running sequences in ways that a verdict found wrong. Until one is whole, sequences
-        of an architecture that is not known to be right in batches run one at a time. On the lane
-        only.
+        """Stop using the ways of running sequences that the verdict found wrong. Must run on the
+        lane.
+
+        An architecture that is not known to work in batches runs one sequence at a time until a
+        complete verdict is applied.
         """
 
     def probe(self) -> None:
-        """Read a prompt of the model's own, apart from all sequences, without compiling anything;
-        raise the device's error. On the lane only.
+        """Prefill a fixed prompt, apart from all sequences and without compiling anything, to raise
+        the device's error if it fails. Must run on the lane.
         """
 
     def routing_keys(self, adapter: int = 0) -> Sequence[bytes]:
-        """Return the routing keys of the kept prompts. Safe on any thread."""
+        """Return the routing keys of the prompts in the prefix cache. Safe on any thread."""
 
     def drop_adapter(self, number: int) -> None:
-        """Free an adapter, with its sequences. On the lane only."""
+        """Free an adapter and end its sequences. Must run on the lane."""
 
     def nbytes(self) -> int:
-        """Return the bytes held on the device: weights, KV and prefixes."""
+        """Return the bytes held on the device: weights, KV and prefix cache."""
 
     def close(self) -> None:
-        """Free every array. On the lane only."""
+        """Free every array. Must run on the lane."""

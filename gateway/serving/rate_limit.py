@@ -11,23 +11,24 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 def refill(left: float, limit: int, seconds: float) -> float:
-    """Return the amount left some seconds later, at `limit` a minute."""
+    """Return the amount left after `seconds` of refilling, at `limit` per minute up to `limit`."""
     return min(limit, left + limit * seconds / MINUTE_S)
 
 
 def seconds_until(needed: float, left: float, limit: int) -> float:
-    """Return the seconds until `needed` is left; 0 when it is."""
+    """Return the seconds until `needed` is left; 0 if it is already."""
     return max(0.0, needed - left) * MINUTE_S / limit
 
 
 @dataclass(slots=True)
 class Bucket:
-    """One allowance of one caller, full at first, that refills evenly.
+    """A token bucket: what is left of one caller's limit. It starts full and refills evenly.
 
-    It may be overdrawn: its caller then waits until it is positive again.
+    It may be overdrawn. The caller then has to wait until 1 is left again.
     """
 
-    # An answer's tokens are known only at its end. The wait keeps the average within the limit.
+    # Overdrawn, because the tokens of an answer are known only at its end. The wait that follows
+    # keeps the average within the limit.
 
     limit: int
     _left: float = field(init=False)
@@ -38,7 +39,7 @@ class Bucket:
 
     @property
     def left(self) -> float:
-        """Return the amount left now; below 0 if overdrawn."""
+        """Return the amount left now; negative if overdrawn."""
         now = clock.now()
         self._left, self._at = refill(self._left, self.limit, now - self._at), now
         return self._left
@@ -48,17 +49,17 @@ class Bucket:
         self._left = self.left - amount
 
     def wait_s(self) -> float:
-        """Return the seconds until the next request is allowed; 0 for now."""
+        """Return the seconds until the next request is allowed; 0 if it is allowed now."""
         return seconds_until(1.0, self.left, self.limit)
 
     def reset_s(self) -> float:
-        """Return the seconds until it is full again."""
+        """Return the seconds until the bucket is full again."""
         return seconds_until(self.limit, self.left, self.limit)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allowance:
-    """A caller's requests and tokens per minute. None is no limit."""
+    """The requests and tokens per minute that a caller may use; None for no limit."""
 
     requests: int | None
     tokens: int | None
@@ -71,13 +72,13 @@ class Allowance:
 
 @dataclass(slots=True)
 class Accounts:
-    """Every caller's buckets, by key id; those without a key share one account."""
+    """Every caller's buckets, by key id. All callers without a key share the account of None."""
 
     allowance: Allowance
     _accounts: dict[str | None, dict[Kind, Bucket]] = field(default_factory=dict)
 
     def of(self, key_id: str | None) -> dict[Kind, Bucket]:
-        """Return a caller's buckets, one for each limit."""
+        """Return a caller's buckets, one for each kind that is limited."""
         if key_id not in self._accounts:
             limits: dict[Kind, int | None] = {
                 "requests": self.allowance.requests,

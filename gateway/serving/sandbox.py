@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, Literal, TypeAlias
 
 from gateway import logs
@@ -35,6 +35,7 @@ POLL_S: Final = 0.1  # seconds between checks of memory, if the system does not 
 MOST_KEPT: Final = 1024  # keys of work that was killed
 LATE_LASTS_S: Final = 600.0  # other work may have slowed it; a crash is kept for good
 GRACE_S: Final = 1.0
+CROSS_S: Final = 10.0  # seconds in which a file or pixels cross; megabytes take milliseconds
 MOST_BYTES: Final = 1 << 16  # bytes of an answer, beyond the text that its request allows
 CHAR_BYTES: Final = 12  # most bytes of a character: ASCII JSON writes some as two escapes
 # The variables that a process is given: it has no use for keys.
@@ -86,6 +87,9 @@ class Sandbox:
         time, `died` if the process did, `slow` if it waited too long for a processor, and `killed`
         if the system ended it twice: a system short of memory ends these processes first. The last
         two say nothing of the request. Never raises for the content of a request.
+
+        A request's `data` is a file's bytes. Its `answer_bytes` are the bytes that its answer's
+        value has, if the value is bytes: an answer with any other number has failed.
         """
         outcome = self._call(request, key)
         if outcome[0] == KILLED and not self._is_closed:
@@ -238,6 +242,7 @@ class _Process:
         threading.Thread(target=self._process.wait, name="reaper", daemon=True).start()
         self._max_bytes: int | None = None
         self._max_answer = MOST_BYTES
+        self._answer_bytes: int | None = None
         self._is_ready = False
         self.is_spent = False
 
@@ -268,7 +273,8 @@ class _Process:
         if request is not None:
             self._max_bytes = request["max_bytes"] if watch_memory else None
             self._max_answer = MOST_BYTES + CHAR_BYTES * request.get("max_chars", 0)
-            self._connection.send_bytes(json.dumps(request).encode())
+            self._answer_bytes = request.get("answer_bytes")
+            self._send(request)
         if not self._has_answer(ends_at):
             return None
         # JSON is data: nothing that the process sends can run here.
@@ -276,7 +282,32 @@ class _Process:
             case [str(name), value, bool(is_spent)]:
                 self.is_spent = is_spent
                 return name, value
+            case [str(name), None, bool(is_spent), int(size)] if size == self._answer_bytes:
+                self.is_spent = is_spent
+                with self._crossing():
+                    data = self._connection.recv_bytes(size)
+                if len(data) == size:
+                    return name, data
         raise ValueError("this is no answer")
+
+    def _send(self, request: Mapping[str, Any]) -> None:
+        """Send a request, and its file as a message of its own."""
+        data = request.get("data")
+        sized = request if data is None else {**request, "data": len(data)}
+        with self._crossing() if data else contextlib.nullcontext():
+            self._connection.send_bytes(json.dumps(sized).encode())
+            if data is not None:
+                self._connection.send_bytes(data)
+
+    @contextlib.contextmanager
+    def _crossing(self) -> Iterator[None]:
+        """End the process if it neither takes nor sends a whole message in CROSS_S."""
+        timer = threading.Timer(CROSS_S, self.end)
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
 
     def _has_answer(self, ends_at: float) -> bool:
         """Wait until `ends_at` for the answer to begin."""

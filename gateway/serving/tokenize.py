@@ -1,7 +1,7 @@
-"""Thread pools for work off the loop (reading bodies, tokenizing, templates, grammars,
-descriptions of models and of the API), and texts that are tokenized there.
+"""Thread pools for work that would block the event loop, and `tokenize`, which uses them.
 
-Each kind of work has its own threads, separate for long and short work.
+The work is parsing bodies, tokenizing, rendering templates, compiling grammars, and describing
+models and the API. Each kind has its own threads, and long work has other threads than short work.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ Kind: TypeAlias = Literal[
     "descriptions",
 ]
 THREADS: Final[dict[Kind, int]] = {
-    # One thread each: reading holds the GIL, and each further thread takes from the loop's share.
+    # One thread each: parsing holds the GIL, so more threads would slow the event loop.
     "bodies": 1,
     "large bodies": 1,
     "short texts": 2,
@@ -41,23 +41,24 @@ THREADS: Final[dict[Kind, int]] = {
     "readings": 1,
     "descriptions": 1,
 }
-# Kinds of work that a model's own files may prolong without end.
+# Kinds of work that may never end, depending on patterns in a model's files.
 OWN: Final[frozenset[Kind]] = frozenset(
     {"short texts", "long texts", "short prompts", "long prompts", "readings"}
 )
-# A single text up to this length is tokenized on the loop, in 20 µs: a hop to a thread takes 300.
+# A single text up to this length is tokenized on the event loop: that takes 20 µs, and a hop to a
+# thread 300 µs.
 SHORT_CHARS: Final = 1000
-# Longer requests are long work. A slice takes about a tenth of a second.
-LONG_CHARS: Final = 1 << 16
-SLICE_CHARS: Final = 1 << 17  # characters in a call, unless a single text is longer
+LONG_CHARS: Final = 1 << 16  # a request with more characters is long work
+# Characters in one call, which takes about 0.1 s, unless a single text is longer.
+SLICE_CHARS: Final = 1 << 17
 
 
 class ThreadPools:
-    """A context manager. At exit it drops queued calls, and does not wait for running ones. A
-    cancelled call that is still queued is dropped too.
+    """The thread pools for all kinds of work. A context manager: at exit, queued calls are dropped
+    and running ones are not waited for. A call that is cancelled while queued is dropped too.
 
-    A model's pools share all with `others` but the threads for texts and readings: its tokenizer
-    may never end, and must not keep other models' waiting.
+    The pools of a model share the threads of `others`, except for the kinds in OWN: a tokenizer
+    that never ends must not block other models.
     """
 
     def __init__(self, others: "ThreadPools | None" = None) -> None:
@@ -72,26 +73,26 @@ class ThreadPools:
     async def run(
         self, function: Callable[[*Ts], T], *args: *Ts, kind: Kind = "short prompts"
     ) -> T:
-        """Call a function on a thread for this kind of work."""
+        """Call a function on a thread for `kind`, and return its result."""
         return await asyncio.get_running_loop().run_in_executor(
             self._threads[kind], raise_panics(function), *args
         )
 
     async def compile(self, function: Callable[[*Ts], T], *args: *Ts) -> T:
-        """Call a function on a thread for grammars."""
+        """Call a function on a thread for grammars, and return its result."""
         return await self.run(function, *args, kind="grammars")
 
     def __enter__(self) -> "ThreadPools":
         return self
 
     def __exit__(self, *_: object) -> None:
-        # A call that hangs would keep the gateway from exiting.
+        # Not waited for, since a call that hangs would keep the gateway from exiting.
         for threads in self._own.values():
             threads.shutdown(wait=False, cancel_futures=True)
 
 
 def prompt_kind(job: GenerateJob) -> Kind:
-    """Return the kind of work that rendering a job's prompt is."""
+    """Return the kind of thread that should render a job's prompt."""
     prompt = job.prompt if isinstance(job.prompt, str) else ""
     questions = [text for question in job.questions for text in (question.text, *question.labels)]
     is_long = _is_longer(LONG_CHARS, [prompt, *job.messages, *job.tools, *questions])
@@ -101,7 +102,10 @@ def prompt_kind(job: GenerateJob) -> Kind:
 
 
 def _is_longer(most_chars: int, values: list[Any]) -> bool:
-    """Return True if nested values have more characters; a value other than text counts as one."""
+    """Return True if nested values have more than `most_chars` characters.
+
+    A value that isn't text counts as one character.
+    """
     chars = 0
     while values and chars <= most_chars:
         value = values.pop()
@@ -117,7 +121,7 @@ def _is_longer(most_chars: int, values: list[Any]) -> bool:
 
 
 def texts_kind(chars: int) -> Kind:
-    """Return the kind of work that texts of `chars` characters are."""
+    """Return the kind of thread that should tokenize texts of `chars` characters in all."""
     if chars > LONG_CHARS:
         return "long texts"
     return "short texts"
@@ -130,14 +134,16 @@ async def tokenize(
     *,
     has_patterns: bool = False,
 ) -> list[TokenIds]:
-    """Return each text's token ids: on the loop if there is a single short text, which no pattern
-    of the model's files is tried on, else slice by slice on a thread, in turn with the slices of
-    other requests.
+    """Return each text's token ids.
+
+    A single short text is tokenized on the event loop, unless the tokenizer `has_patterns` from the
+    model's files, which may be slow. Other texts are tokenized on a thread, slice by slice, in turn
+    with the slices of other requests.
     """
     if len(texts) == 1 and len(texts[0]) <= SHORT_CHARS and not has_patterns:
         return list(encode(texts))
     kind = texts_kind(sum(map(len, texts)))
-    # Each slice waits in the queue anew, behind those of others: long requests take turns.
+    # Each slice is queued anew behind the slices of other requests, so long requests take turns.
     rows: list[TokenIds] = []
     for part in _slices(texts):
         rows += await pool.run(encode, part, kind=kind)
@@ -145,7 +151,7 @@ async def tokenize(
 
 
 def _slices(texts: Sequence[str]) -> Iterator[list[str]]:
-    """Yield the texts, at least one and up to SLICE_CHARS of them at once."""
+    """Yield the texts in lists of at least one text and, if it is more, up to SLICE_CHARS."""
     part: list[str] = []
     chars = 0
     for text in texts:

@@ -1,6 +1,6 @@
-"""Watches the lane and the event loop from a thread of its own, which neither can block.
+"""Watches the lane and the event loop from a separate thread, which neither can block.
 
-A call that also keeps the GIL blocks this thread too; then /health does not answer either.
+Only a call that holds the GIL blocks this thread as well. /health does not answer then either.
 """
 
 import asyncio
@@ -28,16 +28,16 @@ MOST_BETWEEN_CHECKS_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class StallLimits:
-    """The longest that a call on the lane may take, and a load or one of a new shape."""
+    """The most seconds that a call on the lane may take."""
 
     call_s: float
-    load_s: float
+    load_s: float  # for a load, or for a call with a new shape
 
     def is_over(self, beat: Beat | None, seconds: float) -> bool:
-        """Return True if a beat that has not changed for `seconds` is a stall.
+        """Return True if a beat that has not changed for `seconds` means that the lane has stalled.
 
-        An idle lane never is. A shape that was slow before, such as a large batch on a slow
-        device, may be so again.
+        An idle lane never has. A call may take longer than `call_s` if earlier calls with its shape
+        did, as a large batch does on a slow device.
         """
         if beat is None:
             return False
@@ -47,32 +47,32 @@ class StallLimits:
 
 
 class BeatAge:
-    """The seconds for which the lane's beat has not changed, as of the last check."""
+    """A measure of how long the lane's beat has not changed, as of the last check."""
 
     def __init__(self) -> None:
         self._beat: Beat | None = None
         self._seconds = 0.0
 
     def update(self, seconds: float, beat: Beat | None) -> float:
-        """Return the age of a beat that was read `seconds` after the last one."""
+        """Note the beat that was read `seconds` after the previous one, and return its age."""
         self._seconds = self._seconds + seconds if beat is self._beat else 0.0
         self._beat = beat
         return self._seconds
 
     def of(self, beat: Beat | None) -> float:
-        """Return the age of a beat: 0 for none, and for one newer than the last check."""
+        """Return the age of a beat; 0 for None and for a beat newer than the last check."""
         if beat is None or beat is not self._beat:
             return 0.0
         return self._seconds
 
 
 class Watch:
-    """A context manager: it checks the lane, and the loop it is entered on, until exit.
+    """A context manager that checks the lane, and the event loop it is entered on, until exit.
 
-    When one of them stalls, the lane dies, the device is lost, or `lost` names another failed part,
-    every thread's stack is written to stderr. Then, if there is an `exit_process`,
-    `on_stall` is called on the loop and, GRACE_S later, `exit_process` on the watch's thread, with
-    the exit status: a stuck call cannot be ended in any other way.
+    When the lane or the loop stalls, the lane dies, the device is lost, or `lost` returns the name
+    of another failed part, every thread's stack is written to stderr. Then, if `exit_process` is
+    given, `on_stall` is called on the loop and, GRACE_S later, `exit_process` on the watch's thread
+    with the exit status. Only the end of the process can end a stuck call.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Watch:
 
     @property
     def status(self) -> Status:
-        """Return the lane's status: `dead` is noticed at once, `stalled` after a limit."""
+        """Return the status: `dead` as soon as it is known, `stalled` after a StallLimits limit."""
         if self._is_dead:
             return "dead"
         return self._status
@@ -117,14 +117,14 @@ class Watch:
 
     @property
     def beat_age_s(self) -> float:
-        """Return the seconds for which the lane's thread has not moved, as of the last check."""
+        """Return the seconds without progress on the lane's thread, as of the last check."""
         return self._beat_age.of(self._lane.beat)
 
     def _run(self) -> None:
         checked = clock.now()
         while not self._is_over.wait(self._between_s):
             now = clock.now()
-            # Late checks, as after the machine slept, add no more than two intervals.
+            # A late check counts as at most two intervals, since the machine may have slept.
             self._check(min(now - checked, 2 * self._between_s))
             checked = now
 
@@ -144,7 +144,7 @@ class Watch:
             return
         is_loop = is_loop_stuck and self._status == "stalled"
         self._stuck, stuck_s = ("loop", self._loop_stuck_s) if is_loop else ("lane", age_s)
-        with contextlib.suppress(Exception):  # a stderr that cannot be written to
+        with contextlib.suppress(Exception):  # stderr may not be writable
             kind = None if beat is None else beat.kind
             event = f"{self._stuck}_{self._status}"
             log.critical(event, kind=kind, seconds=round(stuck_s, 1), lost=self._loss)
@@ -154,8 +154,8 @@ class Watch:
 
     def _has_loop_stalled(self, seconds: float) -> bool:
         """Return True if the loop has run nothing for as long as a call may take."""
-        # CPython's `Thread.start`, up to 3.13, never returns if memory runs out while the thread
-        # begins, and it is mostly the loop that starts threads.
+        # Up to CPython 3.13, `Thread.start` never returns if memory runs out while the thread
+        # begins, and most threads are started on the loop.
         if self._loop_has_turned.is_set():
             self._loop_stuck_s = 0.0
             self._loop_has_turned.clear()

@@ -18,8 +18,9 @@ INNER_DEPTH = 64  # the most levels of JSON inside a string
 # Opening brackets, those inside strings too, counted before parsing: 16 MB of empty arrays took 3
 # seconds, during which the garbage collector blocked every other thread.
 MAX_BRACKETS = 1_000_000
-# Names and texts, counted before parsing by their quotes: 32 MB of short names took 2.6 seconds.
-MAX_STRINGS = 1_000_000
+# Names and texts, counted before parsing by their quotes: 32 MiB of short names took 2.6 seconds.
+# A body of 16 MiB has room for as many names as this.
+MAX_STRINGS = 1_500_000
 # Arrays, objects and fields of objects: 4,096 messages have 40,000. Each costs Python some
 # microseconds, and the garbage collector, which blocks every thread, one more.
 MAX_PARTS = 200_000

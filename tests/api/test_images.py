@@ -17,10 +17,11 @@ from httpx2 import AsyncClient
 
 from gateway import logs
 from gateway.api.bodies import UNCOUNTED_BYTES
-from gateway.registry import Catalog, ChatSpec
+from gateway.jobs.steps import ImageCost
+from gateway.registry import Catalog
 from gateway.wire import images
 from tests.api.harness import ASK, error_of, held
-from tests.fakes import ScriptedEngines
+from tests.fakes import ScriptedChat, ScriptedEngines
 from tests.serving_app import level, served
 
 pytestmark = pytest.mark.anyio
@@ -128,7 +129,7 @@ async def test_nothing_is_left_out_for_a_model_that_reads_images(
     client: AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An image that cannot be read is refused for such a model too."""
-    monkeypatch.setattr(ChatSpec, "input_modalities", ("text", "image"))
+    monkeypatch.setattr(ScriptedChat, "images", ImageCost())
     path = "/v1/chat/completions"
     answer = await client.post(path, json=session(path), headers=ON)
     assert (answer.status_code, COUNT in answer.headers) == (400, False)
@@ -137,7 +138,7 @@ async def test_nothing_is_left_out_for_a_model_that_reads_images(
 @pytest.fixture
 def seeing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every chat model read images."""
-    monkeypatch.setattr(ChatSpec, "input_modalities", ("text", "image"))
+    monkeypatch.setattr(ScriptedChat, "images", ImageCost())
 
 
 def picture(nbytes: int = 30) -> tuple[bytes, str]:
@@ -352,7 +353,7 @@ async def test_no_image_is_shown_anywhere(
 ) -> None:
     """A log of prompts has its size and a tag in its place; errors, metrics and lists have none."""
     if reads:
-        monkeypatch.setattr(ChatSpec, "input_modalities", ("text", "image"))
+        monkeypatch.setattr(ScriptedChat, "images", ImageCost())
     data, digits = picture(1_234)
     key = {"authorization": "Bearer admin"}
     told = []

@@ -141,7 +141,7 @@ async def test_an_adapter_that_does_not_fit_is_an_error_that_names_what(folder: 
         error = answer.json()["error"]
         assert error["code"] == "model_load_failed"
         assert "`broken`" in error["message"]
-        problem = r"down_proj\.lora_b is \(4, 128\), not \(4, 64\), which fits its base"
+        problem = r"down_proj\.lora_b is \(4, 128\), but its base needs \(4, 64\)"
         assert re.search(problem, error["message"])
         assert await said(client, "one") == expected
 

@@ -98,13 +98,13 @@ def test_a_name_that_the_file_has_is_not_the_catalogues(
     assert ids(named_as("./elsewhere/mine", "mine")) == ["mine"]
     write_chat(folder / "elsewhere" / "short")
     [problem] = read_served(named_as("./elsewhere/short", "short")).problems
-    assert problem == "short: another model that is named has the id short already"
+    assert problem == "short: another named model already has the id short"
 
 
 def test_two_folders_of_one_name_are_not_mistaken_for_each_other(folder: Path) -> None:
     write_chat(folder / "elsewhere" / "tiny")
     [problem] = read_served(named_as("tiny", "./elsewhere/tiny")).problems
-    assert problem == "./elsewhere/tiny: another model that is named has the id tiny already"
+    assert problem == "./elsewhere/tiny: another named model already has the id tiny"
 
 
 def test_each_name_that_cannot_be_had_is_a_line(hub: FakeHub) -> None:

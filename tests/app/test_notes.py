@@ -23,11 +23,11 @@ pytestmark = pytest.mark.anyio
 # mlx-lm's class of the family lets each token see all before it.
 WINDOWED: dict[str, Any] = {"model_type": "mistral", "sliding_window": 64}
 ENDS = (
-    "beyond 64 tokens, `sliding_window` is not as config.json says: "
+    "beyond 64 tokens, `sliding_window` of config.json is ignored: "
     "the context ends there, unless `max_context:` raises it"
 )
 RAISED = (
-    "beyond 64 tokens, `sliding_window` is not as config.json says, "
+    "beyond 64 tokens, `sliding_window` of config.json is ignored, "
     "and `max_context:` allows 200: longer answers differ"
 )
 
@@ -94,7 +94,7 @@ async def test_a_window_that_nothing_follows_lowers_the_context_until_models_yam
 @pytest.mark.parametrize(
     ("asked", "note"),
     [
-        (None, "beyond 4,096 tokens, `long_factor` is not as config.json says: the context ends "),
+        (None, "beyond 4,096 tokens, `long_factor` of config.json is ignored: the context ends "),
         (8192, "`max_context:` allows 8,192 tokens: texts of up to 4,096 are not rotated by "),
     ],
 )

@@ -377,7 +377,7 @@ async def test_a_disk_that_stands_still_does_not_hold_up_a_drain(
             await kept.drain()
         is_over.set()
     (told,) = [line for line in logged if line["event"] == "prefixes_saved"]
-    assert "no time" in told["problem"]
+    assert "not enough time" in told["problem"]
 
 
 KILLED = """

@@ -289,7 +289,7 @@ def test_ranks_refuse_to_load_unlike_models_and_drain_when_one_is_told_to_stop(
         refused = httpx2.post(url, json=chat("pipeline", "Hello"), timeout=60)
         message = refused.json()["error"]["message"]
         assert "rank 1: " in message
-        assert "its models.yaml is not that of rank 0" in message
+        assert "its models.yaml differs from that of rank 0" in message
         stack, lines = first_line(served.url, tokens=60)
         with stack:
             served.ranks[1].send_signal(signal.SIGTERM)

@@ -10,7 +10,7 @@ import yaml
 from gateway.cli import main
 from gateway.cli.recommend import GIB, fit, fits, kv_cost, working_set
 from gateway.engine.models import notes
-from gateway.engine.models.checkpoint import measure_kv
+from gateway.engine.models.kv_costs import measure_kv
 from gateway.registry import Facts, LayersKept, read_facts
 from gateway.settings import Settings
 

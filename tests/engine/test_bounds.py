@@ -23,8 +23,8 @@ from gateway.engine.device import (
 )
 from gateway.engine.kv.layers import make_batch_caches
 from gateway.engine.kv.prefix_cache import BLOCK, PrefixCache, PrefixPool
-from gateway.engine.models.checkpoint import measure_kv
 from gateway.engine.models.decoders import LayerGroups
+from gateway.engine.models.kv_costs import measure_kv
 from tests.checkpoints import write_chat
 from tests.engine.generation.harness import answers, job, open_engine
 

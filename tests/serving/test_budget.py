@@ -64,6 +64,6 @@ def test_whoever_listens_may_not_resize_the_share_that_called() -> None:
     share.resize(40)
     assert budget.free_bytes == 53
     budget.listen(lambda: share.resize(0))
-    with pytest.raises(RuntimeError, match="while it is resized"):
+    with pytest.raises(RuntimeError, match="during its own resize"):
         share.resize(30)
     assert budget.free_bytes == 63  # what was asked for is held

@@ -172,6 +172,75 @@ def test_what_a_process_sends_is_data(tmp_path: Path, answer: str, ready: str) -
     assert not (tmp_path / "made").exists()
 
 
+PIXELS_CHILD = """
+import json, sys, time
+from multiprocessing.connection import Connection
+connection = Connection(int(sys.argv[1]))
+connection.send_bytes(b'["ready", null, false]')
+while True:
+    request = json.loads(connection.recv_bytes())
+    {takes}
+    connection.send_bytes(json.dumps({answer}).encode())
+    {sends}
+"""
+TAKES = 'data = connection.recv_bytes(request["data"])'
+ANSWER = """["decoded", None, False, 12]"""
+SENDS = "connection.send_bytes(data[:12])"
+PICTURE = {"kind": "decode", "data": b"pixels" * 10, "answer_bytes": 12, "max_bytes": 1 << 30}
+
+
+def pixels_child(folder: Path, takes: str, answer: str, sends: str) -> Sandbox:
+    script = folder / "child.py"
+    script.write_text(PIXELS_CHILD.format(takes=takes, answer=answer, sends=sends))
+    return Sandbox((sys.executable, "-P", str(script), ""), timeout_s=30)
+
+
+def test_a_file_and_pixels_cross_as_they_are(tmp_path: Path) -> None:
+    with pixels_child(tmp_path, TAKES, ANSWER, SENDS) as box:
+        for _ in range(3):
+            assert box(PICTURE, b"a") == ("decoded", b"pixelspixels")
+        large = {**PICTURE, "data": b"pixels" * 4_000_000}
+        assert box(large, b"b") == ("decoded", b"pixelspixels")
+
+
+@pytest.mark.parametrize(
+    ("answer", "sends"),
+    [
+        (ANSWER, "connection.send_bytes(data[:11])"),
+        (ANSWER, "connection.send_bytes(data[:13])"),
+        (ANSWER, "sys.exit()"),
+        ("""["decoded", None, False, 13]""", "connection.send_bytes(data[:13])"),
+        ("""["decoded", None, False, 1 << 40]""", SENDS),
+        ("""["decoded", None, False, -1]""", SENDS),
+        ("""["decoded", None, False, "12"]""", SENDS),
+        ("""["decoded", "text", False, 12]""", SENDS),
+    ],
+)
+def test_pixels_of_another_number_are_an_invalid_answer(
+    tmp_path: Path, answer: str, sends: str
+) -> None:
+    with pixels_child(tmp_path, TAKES, answer, sends) as box:
+        assert box(PICTURE, b"a")[0] == "died"
+
+
+def test_bytes_that_nobody_asked_for_are_an_invalid_answer(tmp_path: Path) -> None:
+    with pixels_child(tmp_path, "data = bytes(12)", ANSWER, SENDS) as box:
+        assert box(template("ok"), b"a")[0] == "died"
+
+
+@pytest.mark.parametrize(
+    ("takes", "sends"),
+    [("time.sleep(60)", ""), (TAKES, "time.sleep(60)")],
+    ids=["takes no file", "sends no pixels"],
+)
+def test_a_process_that_stands_still_keeps_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, takes: str, sends: str
+) -> None:
+    monkeypatch.setattr("gateway.serving.sandbox.CROSS_S", 0.5)
+    with pixels_child(tmp_path, takes, ANSWER, sends) as box:
+        assert box({**PICTURE, "data": bytes(8 << 20)}, b"a")[0] == "killed"
+
+
 def test_a_process_has_no_secret_of_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -318,7 +387,7 @@ def _state(pid: int) -> bytes:
     return subprocess.run(asked, capture_output=True, check=False).stdout.strip()[:1]
 
 
-@pytest.mark.parametrize("kind", ["grammar", "template"])
+@pytest.mark.parametrize("kind", ["grammar", "template", "image"])
 def test_it_imports_nothing_that_is_slow_or_holds_a_device(kind: str) -> None:
     code = (
         f"import runpy, sys; runpy.run_path({sandbox_worker.__file__!r})['READY'][{kind!r}]();"

@@ -226,6 +226,41 @@ def stored(items: Sequence[AnyItem], used_ids: Sequence[str] = ()) -> list[AnyIt
     return [read_item(item.body, item.images) for item in dump_items(items, used_ids)]
 
 
+def test_texts_of_images_are_kept_beside_an_item() -> None:
+    """It reads as before, with the same texts, and its request stays as it was."""
+    url, inner = "data:;base64,QUJD" * 20, 'data:;base64,\0\u00e9"' * 20
+    parts: list[dict[str, Any]] = [
+        {"type": "input_image", "image_url": url, "detail": "low"},
+        {"type": "input_text", "text": "\0"},
+        {"type": "image_url", "image_url": {"url": inner}},
+        {"type": "input_image", "image_url": 5},
+        {"type": "input_image"},
+    ]
+    call = {"type": "function_call_output", "call_id": "c", "output": [*reversed(parts)]}
+    other: dict[str, Any] = {
+        "type": "else",
+        "content": [{"type": ["x"]}, *parts, "x"],
+        "output": {"a": url},
+    }
+    message = {"role": "user", "content": parts}
+    body = orjson.dumps({"model": "m", "input": [message, call, other]})
+    request = read_request(body, ResponsesRequest, strict=False).request
+    dumped = dump_items(request.input, ())
+    assert [item.images for item in dumped] == [[url, inner], [inner, url], [url, inner]]
+    assert orjson.loads(orjson.dumps(request.model_dump(exclude_unset=True)))["input"][1:] == [
+        call,
+        other,
+    ]
+    sent_items: list[dict[str, Any]] = [message, call, other]
+    for item, sent in zip(dumped, sent_items, strict=True):
+        assert item.images[0].encode() not in item.body or item.id.startswith("item")
+        whole = orjson.loads(item.to_json())
+        assert sent.items() <= whole.items()
+        again = read_item(item.body, item.images)
+        assert again.model_dump(exclude_unset=True) == whole
+        assert [a is b for a, b in zip(dump_items([again], ())[0].images, item.images, strict=True)]
+
+
 @pytest.mark.parametrize("used_ids", [(), ("ls_1", "fc_1")])
 def test_a_stored_result_still_belongs_to_the_call_whose_id_it_names(
     used_ids: Sequence[str],

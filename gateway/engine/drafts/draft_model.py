@@ -19,8 +19,8 @@ from gateway.engine.drafts.prompt_lookup import DraftedSequence, Patience, count
 from gateway.engine.kv.cache import SPARE, RaggedKVCache, cache_nbytes, compact, filter_layers
 from gateway.engine.kv.layers import batch_of_one, hold_layers, make_batch_caches, padded
 from gateway.engine.kv.prefix_cache import PrefixCache, PrefixPool, Root
-from gateway.engine.models.checkpoint import measure_kv
 from gateway.engine.models.decoders import parameters
+from gateway.engine.models.kv_costs import measure_kv
 from gateway.jobs.steps import DraftCost, Drafter, KvCost
 
 MOST_AHEAD: Final = 7  # the most tokens per draft: memory for a turn's steps is reserved for these

@@ -1,7 +1,8 @@
-"""BERT and RoBERTa: absolute positions, token types, post-norm layers; positions differ.
+"""The BERT and RoBERTa encoders: absolute positions, token types, post-norm layers. They differ in
+how positions are numbered.
 
-Weights and names are Hugging Face's (transformers, models/bert/modeling_bert.py); the
-pooler and task heads are not used here.
+Weights and names are Hugging Face's (transformers, models/bert/modeling_bert.py); the pooler and
+task heads are not used here.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,9 +35,9 @@ from gateway.engine.models.encoder_kernels import (
 class Dense:
     """A linear layer."""
 
-    # The shape is (inputs, outputs), a view of the checkpoint's transposed array. OpenBLAS for
-    # AVX-512 would pack a copy of this shape from memory 3 times as slowly: a product of 17 rows by
-    # 384 × 1536 took 1.0 ms instead of 0.34.
+    # The shape is (inputs, outputs): a transposed view of the checkpoint's array, not a copy.
+    # OpenBLAS for AVX-512 reads a copy of this shape 3 times as slowly: a product of 17 rows by 384
+    # × 1536 took 1.0 ms instead of 0.34.
     weight: mx.array
     bias: mx.array | None
 
@@ -75,8 +76,8 @@ def arrays_of(part: object) -> list[mx.array]:
 
 @dataclass(frozen=True, slots=True)
 class BertLayer:
-    """Attention, then two products with an activation between; each result is added and
-    normalized.
+    """Attention, then two products with an activation between. The result of each part is added to
+    its input and normalized.
     """
 
     qkv: Dense
@@ -88,14 +89,14 @@ class BertLayer:
     heads: int
     attend: Attention
     activation: Activation
-    gate: Dense | None = None  # its activation multiplies the result of `up`
-    rotate: Rotation | None = None  # set if positions are not in the embedding
+    gate: Dense | None = None  # activation(gate(x)) multiplies up(x)
+    rotate: Rotation | None = None  # set if positions are rotations, not embeddings
 
     def __call__(self, x: mx.array, bias: mx.array | None, rows: int) -> mx.array:
-        """Map (rows * tokens, dimensions) to the same: flat, so that each product is one GEMM."""
+        """Map (rows * tokens, dimensions) to the same shape: flat, so each product is one GEMM."""
         flat, width = x.shape
-        # One copy puts all three into the layout that the products need; views would be copied
-        # thrice.
+        # One copy puts q, k and v into the layout that the products need; as views, they would be
+        # copied one by one.
         split = self.qkv(x).reshape(rows, flat // rows, 3, self.heads, width // self.heads)
         q, k, v = mx.contiguous(split.transpose(2, 0, 3, 1, 4))
         if self.rotate is not None:
@@ -108,14 +109,14 @@ class BertLayer:
 
 
 def make_dense(weights: Mapping[str, mx.array], name: str) -> Dense:
-    """Make a linear layer from the weight and, if there is one, the bias under a name."""
+    """Make a linear layer from the weight `name`.weight and, if there is one, `name`.bias."""
     return Dense(weights[f"{name}.weight"].T, weights.get(f"{name}.bias"))
 
 
 def make_norm(
     weights: Mapping[str, mx.array], name: str, choice: Arithmetic, epsilon: float
 ) -> Norm:
-    """Make a normalization from the weight and, if there is one, the bias under a name."""
+    """Make a normalization from the weight `name`.weight and, if there is one, `name`.bias."""
     return Norm(weights[f"{name}.weight"], weights.get(f"{name}.bias"), epsilon, choice.normalize)
 
 
@@ -167,7 +168,7 @@ IGNORED: Final = (
 
 @dataclass(frozen=True, slots=True)
 class BertConfig:
-    """The part of config.json that the numbers depend on."""
+    """The values of config.json that results depend on."""
 
     vocabulary: int
     dimensions: int
@@ -180,16 +181,16 @@ class BertConfig:
     epsilon: float
     activation: str
     quantization: Mapping[str, Any]
-    # Rotary families have these: the base of the rotations, and the divisor of positions.
+    # Set for rotary families: the base of the rotations, and the divisor of positions.
     theta: float | None = None
     factor: float = 1.0
     is_gated: bool = False
-    unbiased: tuple[str, ...] = ()  # beginnings of the names of products without a bias
+    unbiased: tuple[str, ...] = ()  # prefixes of the names of products without a bias
 
 
 def modern_name(name: str) -> str:
-    """Return the current name of a weight."""
-    # Checkpoints from before 2019, such as bert-base-uncased, have older ones.
+    """Return the current name of a weight that may have an older name."""
+    # Checkpoints from before 2019, such as bert-base-uncased, have older names.
     for old, new in ((".gamma", ".weight"), (".beta", ".bias")):
         if name.endswith(f"LayerNorm{old}"):
             return name.removesuffix(old) + new
@@ -197,7 +198,7 @@ def modern_name(name: str) -> str:
 
 
 def read_config(checkpoint: Checkpoint, raw: Mapping[str, Any]) -> BertConfig:
-    """Read config.json's keys, refusing parts that this encoder does not compute."""
+    """Read config.json's keys, refusing values that this encoder does not support."""
     kind = raw.get("position_embedding_type") or "absolute"
     if kind != "absolute":
         raise checkpoint.failed(f"config.json: position_embedding_type `{kind}` is not supported")
@@ -239,7 +240,7 @@ def read_activation(
 
 
 def weight_shapes(config: BertConfig) -> dict[str, tuple[int, ...]]:
-    """Name every weight that the encoder needs, with its shape."""
+    """Return the shape of every weight that the encoder needs, by its name."""
     d, i = config.dimensions, config.intermediate
     shapes: dict[str, tuple[int, ...]] = {
         "embeddings.word_embeddings.weight": (config.vocabulary, d),
@@ -272,7 +273,7 @@ def weight_shapes(config: BertConfig) -> dict[str, tuple[int, ...]]:
 
 
 class Bert:
-    """The encoder: (rows, tokens) ids to (rows, tokens, dimensions) hidden states.
+    """The BERT encoder, from (rows, tokens) ids to (rows, tokens, dimensions) hidden states.
 
     Its weights are read when its parameters are first evaluated.
     """
@@ -302,7 +303,7 @@ class Bert:
         self._words = weights["embeddings.word_embeddings.weight"]
         none = mx.zeros((1, config.dimensions), weights_dtype)
         types = weights.get(TYPES, none)
-        # Most tokens are of type 0, so its vector is part of every position.
+        # Type 0's vector is added to every position, since most tokens have that type.
         self._positions = weights.get(POSITIONS, none) + types[0]
         self._second = types[1] - types[0] if config.token_types > 1 else None
         self._norm = make_norm(weights, "embeddings.LayerNorm", choice, config.epsilon)
@@ -385,7 +386,7 @@ class Roberta(Bert):
 
 def position_ids(tokens: mx.array, padding_id: int) -> mx.array:
     """Number the real tokens of each row from padding_id + 1; padding stays at padding_id."""
-    # The ids decide, not the mask: as in transformers, a padding token inside a text is skipped
-    # too.
+    # The ids decide, not the mask: as in transformers, a padding token inside a text isn't counted
+    # either.
     real = (tokens != padding_id).astype(mx.int32)
     return mx.cumsum(real, axis=1) * real + padding_id

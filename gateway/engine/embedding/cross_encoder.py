@@ -1,4 +1,4 @@
-"""One reranker: pairs of texts → token ids → scores, by a classification head on an encoder."""
+"""Rerankers that score pairs of texts with a classification head on an encoder."""
 
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
@@ -50,7 +50,7 @@ _TASK: Final = ("sequence-classification", "scores")  # transformer_task, module
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """A row's hidden states → its logits: pool, dense, activation, norm if any, out."""
+    """A classification head: pool, dense, activation, norm if any, out. Returns a row's logits."""
 
     pooling: Pooling
     dense: Dense
@@ -89,7 +89,7 @@ assert HEADS.keys() <= ENCODERS.keys()
 
 
 class CrossEncoderEngine(EncoderEngine):
-    """One loaded reranker. Call it only on the thread that loaded it, except `encode_pairs`."""
+    """One loaded reranker. Except for `encode_pairs`, use it only on the thread that loaded it."""
 
     result = "score"
 
@@ -127,15 +127,16 @@ class CrossEncoderEngine(EncoderEngine):
         max_document_tokens: int | None = None,
         instruction: str | None = None,
     ) -> list[Pair]:
-        """Tokenize a query, once, with each document. Safe on any thread.
+        """Tokenize a query once, and join it with each document. Safe on any thread.
 
-        A document is cut to `max_document_tokens`, and then until the pair has `max_tokens`; the
-        query is kept whole. No instruction is read. Raises ContextLengthExceeded for a query that
-        leaves no room for a token of a document.
+        A document is cut to `max_document_tokens`, and further if the pair would exceed
+        `max_tokens`. The query is never cut. `instruction` is ignored. Raises ContextLengthExceeded
+        for a query that leaves no room for a token of a document.
         """
-        # sentence-transformers cuts the longer text, token by token (base/modules/transformer.py,
-        # truncation="longest_first"), so it may cut the query, without which no document can be
-        # judged. The results are the same if only documents are cut.
+        # sentence-transformers cuts the longer of the two texts, token by token
+        # (base/modules/transformer.py, truncation="longest_first"). That may cut the query, without
+        # which no document can be judged. If it would cut only documents, the results here are the
+        # same.
         [first] = self.tokenizer.encode([query], with_specials=False)
         room = self.max_tokens - self._template.specials - len(first)
         if room < 1:
@@ -208,13 +209,13 @@ def load_cross_encoder_in_steps(
 
 
 def read_cross_context(folder: Path, max_context: int | None) -> int:
-    """Return the `max_tokens` of the engine that this folder becomes. Raises ModelLoadFailed."""
+    """Return the `max_tokens` that this folder's engine would have. Raises ModelLoadFailed."""
     inner = find_transformer(Checkpoint(folder.name, folder))
     return read_encoder_context(inner, read_transformer_settings(inner, *_TASK), max_context)
 
 
 def find_transformer(checkpoint: Checkpoint) -> Checkpoint:
-    """Return the folder of the only module in modules.json; the whole folder without that file."""
+    """Return the folder of modules.json's only module, or this folder if there is no such file."""
     modules = checkpoint.read_modules()
     if modules is None:
         return checkpoint
@@ -227,19 +228,19 @@ def find_transformer(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _refuse_other_tasks(checkpoint: Checkpoint, config: Mapping[str, Any]) -> None:
-    """Raise for a model without a known head, or with a head of another task, whose weights may
-    have the same names.
+    """Raise ModelLoadFailed for a model without a known head, or with a head for another task,
+    whose weights may have the same names.
     """
     kind = config.get("model_type")
     if kind not in HEADS:
         raise checkpoint.failed(
             f"its architecture, `{kind}`, is not supported for reranking: "
-            f"those that are, are {', '.join(HEADS)}"
+            f"supported are {', '.join(HEADS)}"
         )
     for task in config.get("architectures") or ():
         if not str(task).endswith("ForSequenceClassification"):
             raise checkpoint.failed(
-                f"config.json: architectures has {task}, where a reranker is for "
+                f"config.json: architectures has {task}, where a reranker has one for "
                 "SequenceClassification"
             )
 
@@ -261,7 +262,7 @@ def _open_head(
         f"{names.out}.weight": (labels, d),
         f"{names.out}.bias": (labels,),
     }
-    # ModernBERT's only bias is the last, unless its config says otherwise.
+    # ModernBERT's head has only the last bias, unless its config says otherwise.
     if names.norm is None or config.get("classifier_bias"):
         shapes[f"{names.dense}.bias"] = (d,)
     if names.norm is not None:

@@ -1,7 +1,7 @@
 """Embedding models built on a decoder (Qwen3-Embedding, EmbeddingGemma), through mlx_lm's classes.
 
-If attention is causal, padding never reaches a real token, as it is on the right. Some decoders
-were retrained to look ahead, as stated by a key of config.json.
+With causal attention, padding has no effect on real tokens, as it is on the right. Some decoders
+were retrained so that tokens also see later tokens; a key of config.json says so.
 """
 
 from collections.abc import Generator, Iterator, Mapping
@@ -24,8 +24,8 @@ from gateway.engine.models.decoders import (
 from gateway.engine.models.missing_kernels import Report, replace_missing
 
 SAME_AS: Final = {"eurobert": "llama"}  # architectures that mlx-lm has under another name
-# The value of a key if no token looks ahead, and the families that look ahead by it in transformers
-# and whose mlx-lm class takes its mask from the caches.
+# The value of each key for causal attention, and the families for which another value is supported:
+# those that follow the key in transformers and whose mlx-lm class takes its mask from the caches.
 _AHEAD: Final = {
     "is_causal": (True, LLAMAS),
     "use_bidirectional_attention": (False, ("gemma3_text",)),
@@ -34,7 +34,7 @@ _AHEAD: Final = {
 
 
 class BothWays:
-    """Replaces a layer's cache: keeps nothing, and lets tokens see those after them."""
+    """Replaces a layer's cache: it stores nothing, and its mask lets tokens see later ones."""
 
     offset = 0
 
@@ -44,8 +44,8 @@ class BothWays:
     def make_mask(
         self, tokens: int, return_array: bool = False, window_size: int | None = None
     ) -> mx.array | None:
-        """Return the tokens that each token sees: (rows or 1, 1, tokens or 1, tokens), None for
-        all.
+        """Return a mask of the tokens that each token sees, (rows or 1, 1, tokens or 1, tokens);
+        None if each sees all.
         """
         seen = None if self._mask is None else self._mask[:, None, None, :]
         if window_size is None or tokens <= window_size // 2 + 1:
@@ -55,7 +55,7 @@ class BothWays:
         near = distance <= window_size // 2
         if seen is None:
             return near
-        # Padding sees itself: a token that sees nothing would be NaN.
+        # Padding sees itself: a token that sees nothing would become NaN.
         return (near & seen) | (distance == 0)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
@@ -116,8 +116,8 @@ class Decoder:
         if self._looks_ahead:
             arguments["cache"] = [BothWays(mask)] * len(self._states.layers)
         if self._rounding is not None:
-            # mlx-lm rounds the factor of Gemma's embeddings to bfloat16 for weights of any type;
-            # transformers doesn't.
+            # mlx-lm rounds the factor of Gemma's embeddings to bfloat16, whatever type the weights
+            # have; transformers doesn't.
             arguments["input_embeddings"] = self._states.embed_tokens(tokens) * self._rounding
         states = self._states(tokens, **arguments)
         assert isinstance(states, mx.array)
@@ -125,8 +125,8 @@ class Decoder:
 
 
 def _looks_ahead(checkpoint: Checkpoint, raw: Mapping[str, Any], window: int | None) -> bool:
-    """Return True if a decoder was retrained to look ahead; raise if it does so in a way not
-    computed here.
+    """Return True if a decoder was retrained to look ahead. Raises ModelLoadFailed if it does so in
+    a way that is not supported.
     """
     kind = raw.get("model_type")
     is_ahead = kind == "eurobert"
@@ -142,12 +142,12 @@ def _looks_ahead(checkpoint: Checkpoint, raw: Mapping[str, Any], window: int | N
 
 
 def _headless_classes(config: dict[str, Any]) -> tuple[type[Module], type]:
-    """Return mlx_lm's classes for this config, without the head and with uniform names.
+    """Return mlx_lm's classes for this config, changed to have no head and to rename weights.
 
     Embedding checkpoints are saved from the bare model: no head, and no `model.` before names.
     """
     config["model_type"] = SAME_AS.get(config["model_type"], config["model_type"])
-    for key in _AHEAD:  # masks are made here, not by the class
+    for key in _AHEAD:  # `BothWays` makes the masks, not the class
         config.pop(key, None)
     whole, arguments = classes_of(config)
 
@@ -158,7 +158,7 @@ def _headless_classes(config: dict[str, Any]) -> tuple[type[Module], type]:
                 weights = {f"model.{name}": array for name, array in weights.items()}
             if hasattr(whole, "sanitize"):
                 weights = super().sanitize(weights)
-            self.pop("lm_head", None)  # removed only now: gemma3's own would miss it
+            self.pop("lm_head", None)  # removed only now: gemma3's `sanitize` needs it
             return {n: a for n, a in weights.items() if not n.startswith("lm_head.")}
 
     return Headless, arguments

@@ -1,5 +1,5 @@
-"""One loaded encoder, and the passes that a batch of rows is cut into; subclasses turn rows into
-results. Here are embedding models: texts → token ids → vectors.
+"""A loaded encoder, run over batches of rows that are cut into passes. Subclasses turn hidden
+states into results; the one for embedding models is here: texts → token ids → vectors.
 """
 
 from abc import ABC, abstractmethod
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from gateway.engine.embedding.decoder import Decoder
     from gateway.engine.models.missing_kernels import Report
 
-# A pass beyond some 500 tokens gains nothing on a CPU, and its buffers leave the cache.
+# A pass of more than about 500 tokens gains nothing on a CPU, and its buffers leave the cache.
 SLICE_TOKENS: Final = 512
 # Multiply-adds below which a second thread costs more than it saves: starting it takes 0.4 ms.
 WORTH_A_THREAD: Final = 30_000_000
@@ -54,9 +54,9 @@ _TASK: Final = ("feature-extraction", "token_embeddings")  # transformer_task, m
 
 
 def bucket(length: int) -> int:
-    """Round a length up so that few shapes occur: to 8 up to 64, then to at most a quarter more.
+    """Round a length up to one of few: a multiple of 8 up to 64, then at most a quarter more.
 
-    Most texts are short, and a step of 8 wastes least for them; 512 tokens make 20 shapes.
+    Most texts are short, and steps of 8 waste least for them. Lengths up to 512 make 20 shapes.
     """
     step = 8
     if length > 64:
@@ -70,11 +70,11 @@ def worthwhile_threads(tokens: int, weights: int, threads: int) -> int:
 
 
 def slice_rows(lengths: Sequence[int], threads: int) -> list[int]:
-    """Cut rows, shortest first, into runs worth one pass each; return the number of rows in each
-    run.
+    """Cut rows, shortest first, into runs for one pass each; return the number of rows in each run.
 
-    A run costs its rows times its longest. The fewest runs are made that stay within SLICE_TOKENS,
-    the same number for every thread; the dearest is as cheap as possible. No row is divided.
+    A run costs its number of rows times its longest row, at most SLICE_TOKENS unless one row is
+    longer. The least multiple of `threads` that allows this bounds the number of runs, and the most
+    expensive run is as cheap as possible. No row is divided.
     """
     costs = range(lengths[-1], len(lengths) * lengths[-1] + 1)
     row_count = threads
@@ -86,7 +86,7 @@ def slice_rows(lengths: Sequence[int], threads: int) -> list[int]:
 
 
 def _runs(lengths: Sequence[int], cost: int) -> list[int]:
-    """Fill runs of at most `cost` with the rows in order."""
+    """Fill runs that cost at most `cost` with the rows in order; return the rows in each run."""
     runs = [0]
     for length in lengths:
         if (runs[-1] + 1) * length <= cost:
@@ -99,7 +99,7 @@ def _runs(lengths: Sequence[int], cost: int) -> list[int]:
 def in_step(
     passes: Sequence[Iterator[mx.array]], streams: Sequence[mx.Stream]
 ) -> Iterator[list[mx.array]]:
-    """Advance all passes, equal in layers, by one layer at a time, each on its stream."""
+    """Advance passes with equally many layers together, a layer at a time, each on its stream."""
     while True:
         states: list[mx.array] = []
         for one, stream in zip(passes, cycle(streams), strict=False):
@@ -114,7 +114,7 @@ Results = npt.NDArray[np.float32]
 
 
 class Encoder(Protocol):
-    """Turns ids into hidden states: an encoder of ours, or a decoder without its head."""
+    """Maps token ids to hidden states: one of our encoders, or a decoder without its head."""
 
     dimensions: int
     vocabulary: int
@@ -131,7 +131,7 @@ class Encoder(Protocol):
         """
 
     def parameters(self) -> list[mx.array]:
-        """List every array held."""
+        """List every array of the encoder."""
 
 
 # The keys are config.json's model_type.
@@ -143,7 +143,7 @@ ENCODERS: Final[dict[str, type[Bert] | type[ModernBert]]] = {
     "modernbert": ModernBert,
     "nomic_bert": NomicBert,
     "gte": Gte,
-    "new": Gte,  # its repositories' name, before transformers had the class
+    "new": Gte,  # GTE's name before transformers had its class
     "jina_embeddings_v3": JinaV3,
 }
 
@@ -158,7 +158,7 @@ class EncoderEngine(ABC):
         self.max_tokens = max_tokens
         self._encoder = encoder
         self._on_cpu = device is Device.CPU
-        # Every token is multiplied by all weights except its table, where it is looked up.
+        # Each token is multiplied by all weights except the embeddings, where it is only looked up.
         table = encoder.vocabulary * encoder.dimensions
         self._weights = sum(array.size for array in encoder.parameters()) - table
 
@@ -183,9 +183,9 @@ class EncoderEngine(ABC):
 
     @abstractmethod
     def _finish(self, hidden: mx.array, counts: mx.array, mask: mx.array | None) -> mx.array:
-        """Map the last hidden states, (rows, tokens, dimensions), to one float32 result a row.
+        """Map the last hidden states, (rows, tokens, dimensions), to one float32 result per row.
 
-        `counts` are the rows' real tokens; `mask` is true at them, None if all are.
+        `counts` has each row's number of real tokens; `mask` is true at them, None if all are real.
         """
 
     def _run(
@@ -193,9 +193,9 @@ class EncoderEngine(ABC):
     ) -> Results:
         """Return (rows, width): each row's result, which does not depend on the other rows.
 
-        A row is token ids, special tokens included; token type 1 begins at its start, if there are
-        `starts`. Raises ContextLengthExceeded and BadRequest for a row the model cannot read;
-        EngineFailed, naming the model and the row, for a result that is not finite.
+        A row is token ids, special tokens included. `starts`, if given, are the places where token
+        type 1 begins in the rows. Raises ContextLengthExceeded and BadRequest for a row the model
+        cannot read; EngineFailed, naming the model and the row, for a result that is not finite.
         """
         if not rows:
             return np.zeros((0, width), dtype=np.float32)
@@ -222,14 +222,14 @@ class EncoderEngine(ABC):
         return worthwhile_threads(tokens, self._weights, cpu_threads())
 
     def _run_passes(self, passes: Sequence[Iterator[mx.array]], threads: int) -> Results:
-        """Run the passes concurrently: each CPU stream is a thread, with a BLAS of its own."""
+        """Run the passes concurrently: each CPU stream is a thread, and BLAS is single-threaded."""
         streams = [mx.default_stream(mx.default_device())]
         if len(passes) > 1:
             streams = cpu_streams(min(threads, len(passes)))
         states: list[mx.array] = []
         with single_threaded_blas() if len(streams) > 1 else nullcontext():
-            # Python builds a layer while the CPU computes the one before. mlx queues only some
-            # fifty operations ahead: a pass built as a whole would run alone.
+            # Python builds a layer while the CPU computes the one before. mlx queues only about
+            # fifty operations ahead: a pass built as a whole would not run beside the others.
             for states in in_step(passes, streams):
                 if self._on_cpu:
                     mx.async_eval(states)  # type: ignore[no-untyped-call]
@@ -239,10 +239,10 @@ class EncoderEngine(ABC):
     def _forward(
         self, rows: Sequence[Sequence[int]], starts: Sequence[int] | None = None
     ) -> Iterator[mx.array]:
-        """Yield the states after each layer, and at the end the rows' results."""
+        """Yield the hidden states after each layer, and finally the rows' results."""
         lengths = [len(row) for row in rows]
         longest = max(lengths)
-        # A GPU's buffers are reused if shapes recur; a CPU pass has the exact width instead.
+        # A GPU's buffers are reused if shapes recur; on a CPU a pass has the exact width instead.
         width = longest if self._on_cpu else min(bucket(longest), self._encoder.max_tokens)
         padded = np.full((len(rows), width), self._encoder.padding_id, dtype=np.int32)
         for index, row in enumerate(rows):
@@ -256,7 +256,7 @@ class EncoderEngine(ABC):
         yield self._finish(hidden, counts, mask)
 
     def _check(self, rows: Sequence[Sequence[int]]) -> None:
-        """Raise for rows that would read outside the tables: mlx does not check bounds."""
+        """Raise for rows that would read outside the embeddings: mlx does not check bounds."""
         longest = max(map(len, rows))
         if longest > self.max_tokens:
             raise ContextLengthExceeded(self.max_tokens, longest, noun="input")
@@ -274,7 +274,7 @@ class EncoderEngine(ABC):
         self._refuse(~np.isfinite(results).all(axis=1), "is not finite")
 
     def _refuse(self, is_broken: Any, problem: str) -> None:
-        """Raise if any row is broken, and name all that are."""
+        """Raise EngineFailed naming the broken rows, if there are any."""
         if is_broken.any():
             broken = join_names([str(index) for index in np.flatnonzero(is_broken)])
             raise EngineFailed(self.name, f"the {self.result} of row {broken} {problem}")
@@ -311,9 +311,9 @@ def _find_decoder(checkpoint: Checkpoint, kind: str) -> "type[Decoder]":
 
 
 def read_transformer_settings(checkpoint: Checkpoint, task: str, output: str) -> dict[str, Any]:
-    """Read sentence_bert_config.json, or one of its older names, refusing unserved values.
+    """Read sentence_bert_config.json, or one of its older names, refusing unsupported values.
 
-    `task` and `output` are its transformer_task and module_output_name, if it has them.
+    `task` and `output` are the supported values of transformer_task and module_output_name.
     """
     files = sorted(path.name for path in checkpoint.folder.glob("sentence_*_config.json"))
     settings = checkpoint.read_object(files[0]) if files else {}
@@ -331,7 +331,7 @@ def read_transformer_settings(checkpoint: Checkpoint, task: str, output: str) ->
 def read_max_tokens(
     checkpoint: Checkpoint, positions: int, settings: Mapping[str, Any], asked: int | None
 ) -> int:
-    """Return the model's own limit, capped by its positions, lowered by models.yaml."""
+    """Return the least of the model's stated limit, its positions, and models.yaml's limit."""
     stated = {"max_seq_length": settings.get("max_seq_length")}
     if stated["max_seq_length"] is None:
         config = checkpoint.read_object("tokenizer_config.json")
@@ -340,13 +340,13 @@ def read_max_tokens(
     with checkpoint.reading_config():
         least, name = min((limit, name) for name, limit in limits.items() if limit is not None)
         if not least >= 1:
-            raise checkpoint.failed(f"its {name} is {least}: no text is so short")
+            raise checkpoint.failed(f"its {name} is {least}, but must be at least 1")
         return int(least)
 
 
 def read_encoder_context(folder: Checkpoint, limits: Mapping[str, Any], asked: int | None) -> int:
-    """Return the `max_tokens` of the engine that an encoder's folder becomes, special tokens
-    included. It reads no weights. Raises ModelLoadFailed.
+    """Return the `max_tokens` that the engine of an encoder's folder would have, special tokens
+    included. No weights are read. Raises ModelLoadFailed.
     """
     config = folder.read_object("config.json")
     encoder = ENCODERS.get(str(config.get("model_type")))
@@ -358,7 +358,7 @@ def read_encoder_context(folder: Checkpoint, limits: Mapping[str, Any], asked: i
 def read_embedding_context(
     folder: Path, max_context: int | None, pooling: str | None, normalize: bool | None
 ) -> int:
-    """Return the `max_tokens` of the engine that this folder becomes. Raises ModelLoadFailed."""
+    """Return the `max_tokens` that this folder's engine would have. Raises ModelLoadFailed."""
     checkpoint = Checkpoint(folder.name, folder)
     inner = checkpoint.inside(read_recipe(checkpoint, pooling, normalize).transformer)
     return read_encoder_context(inner, read_transformer_settings(inner, *_TASK), max_context)
@@ -368,7 +368,7 @@ Vectors = npt.NDArray[np.float32]
 
 
 class EmbeddingEngine(EncoderEngine):
-    """One loaded embedding model. Call it only on the thread that loaded it, except `encode`."""
+    """One loaded embedding model. Except for `encode`, use it only on the thread that loaded it."""
 
     result = "vector"
 
@@ -406,15 +406,15 @@ class EmbeddingEngine(EncoderEngine):
         return super().nbytes() + sum(a.nbytes for a in arrays_of(list(self._projections)))
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Tokenize, special tokens included. Safe on any thread."""
+        """Tokenize texts, special tokens included. Safe on any thread."""
         return self.tokenizer.encode(texts)
 
     def encode_start(self, texts: Sequence[str]) -> list[list[int]]:
-        """Tokenize as far as `truncate` keeps. More ids than `max_tokens`: the text is longer."""
+        """Tokenize as much as `truncate` needs: of a long text, more than `max_tokens` ids."""
         return self.tokenizer.encode_start(texts, self.max_tokens)
 
     def truncate(self, tokens: Sequence[int], limit: int | None = None) -> list[int]:
-        """Cut one input to `limit`, or to `max_tokens`, as sentence-transformers would."""
+        """Cut one input to `limit` or `max_tokens` tokens, as sentence-transformers would."""
         return self.tokenizer.truncate(tokens, limit or self.max_tokens)
 
     def shorten(self, vectors: Vectors, dimensions: int) -> Vectors:
@@ -426,7 +426,7 @@ class EmbeddingEngine(EncoderEngine):
 
         A row is the token ids of one text, special tokens included. Raises ContextLengthExceeded
         and BadRequest for a row the model cannot read; EngineFailed, naming the model and the row,
-        for a vector that is not finite, or whose length is zero.
+        for a vector that is not finite or has length zero.
         """
         return self._run(rows, self.dimensions)
 
@@ -463,12 +463,12 @@ def load_embedding_in_steps(
     """Load an embedding model from a folder of safetensors. Raises ModelLoadFailed.
 
     There is a step for the tokenizer and one for each slice of the weights, as in
-    `load_generation_in_steps`: the last yields the engine.
+    `load_generation_in_steps`; the last step yields the engine.
 
     `pooling` (mean, cls, last) and `normalize` are needed if the folder has no modules.json, and
-    win if it has one. `max_context` can only lower the model's own limit. `prompts`, if there are
-    any, replace the model's own. `report` is called with a decoder's quantized weights that become
-    floating, since the device has no kernel for them.
+    override it if it has one. `max_context` can only lower the model's own limit. `prompts`, if not
+    empty, replace the model's own. `report` is called with a decoder's quantized weights that are
+    dequantized because the device has no kernel for them.
     """
     checkpoint = Checkpoint(name, folder)
     recipe = read_recipe(checkpoint, pooling, normalize)
@@ -482,7 +482,7 @@ def load_embedding_in_steps(
     encoder = open_encoder(inner, inner.read_object("config.json"), device, dtype)
     projections = read_projections(checkpoint, recipe, encoder.dimensions)
     yield from read_in_slices(inner, [*encoder.parameters(), *arrays_of(projections)])
-    # Only a decoder has this; other encoders need no mlx-lm, which takes a second to import.
+    # Only a decoder has this; other encoders don't need mlx-lm, which takes a second to import.
     if hasattr(encoder, "replace_missing"):
         yield from encoder.replace_missing(name, device, report)
     yield EmbeddingEngine(

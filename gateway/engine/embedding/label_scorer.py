@@ -1,8 +1,8 @@
-"""A reranker on a causal model: the log-odds of one label against another after a prompt.
+"""Rerankers on a causal model: the score is the log-odds of two labels after a prompt.
 
-The prompt is a text with the query and the document in it, and the score is the difference of the
-two labels' logits at its end: one product with the difference of two rows of the output matrix, not
-one with the whole vocabulary. Source: Qwen3-Reranker's model card, whose recipe is the default.
+The query and the document are part of the prompt. The score is the difference of the two labels'
+logits at its end: one product with the difference of two rows of the output matrix, instead of a
+product with the whole matrix. Source: Qwen3-Reranker's model card, whose recipe is the default.
 """
 
 import re
@@ -20,18 +20,19 @@ from gateway.engine.compiled_code import unfused
 from gateway.engine.control_tokens import Piece
 from gateway.engine.device import Device, clear_cache, evaluate
 from gateway.engine.embedding.tokenizer import TextTokenizer, load_text_tokenizer
-from gateway.engine.models.checkpoint import Checkpoint, measure_kv, read_in_slices
+from gateway.engine.models.checkpoint import Checkpoint, read_in_slices
 from gateway.engine.models.context import pair_context
 from gateway.engine.models.decoders import floating_dtype, open_decoder, parameters
+from gateway.engine.models.kv_costs import measure_kv
 from gateway.engine.models.missing_kernels import Report, replace_missing
 from gateway.errors import ContextLengthExceeded
 from gateway.jobs import TokenIds, Vectors
 from gateway.jobs.rerank import Pair
 
-# A shared beginning is read in a pass of its own if that saves this many tokens.
+# A prefix that prompts share is computed in a pass of its own if that saves this many tokens.
 LEAST_SAVED: Final = 64
-# A longer beginning is not kept for the next pass. At 512 tokens Qwen3-Reranker-0.6B (28 layers,
-# keys and values, 8 heads of 128) has 59 MB of KV in 16 bits, 117 MB in the float32 of a CPU.
+# A longer prefix is not kept for the next pass. At 512 tokens Qwen3-Reranker-0.6B (28 layers, keys
+# and values, 8 heads of 128) has 59 MB of KV in 16 bits, and 117 MB in float32 on a CPU.
 KEPT_TOKENS: Final = 512
 _KVCache: Any = KVCache  # untyped in mlx-lm
 _layers: Any = nn
@@ -39,9 +40,9 @@ _layers: Any = nn
 
 @dataclass(frozen=True, slots=True)
 class LabelRecipe:
-    """A prompt with `{instruction}`, `{query}` and then `{document}`; the default instruction; and
-    the label that means relevant with the one that means irrelevant, if the score is their
-    difference.
+    """A prompt with `{instruction}`, `{query}` and then `{document}`; the label that means
+    relevant, followed, if the score is a difference, by the label that means irrelevant; and the
+    default instruction.
     """
 
     template: str
@@ -70,7 +71,7 @@ def label_recipe(
 
 
 class LabelScorer:
-    """One loaded reranker. Call it only on the thread that loaded it, except `encode_pairs`."""
+    """One loaded reranker. Except for `encode_pairs`, use it only on the thread that loaded it."""
 
     def __init__(
         self,
@@ -106,12 +107,13 @@ class LabelScorer:
         max_document_tokens: int | None = None,
         instruction: str | None = None,
     ) -> list[Pair]:
-        """Tokenize a query's part of the prompt, once, with each document. Safe on any thread.
+        """Tokenize the prompt with a query once, and join it with each document. Safe on any
+        thread.
 
-        A document is cut to `max_document_tokens`, and then until the prompt has `max_tokens`. The
-        space before a document is encoded with it, since tokenizers split words there. Control
-        tokens in the callers' texts are letters. Raises ContextLengthExceeded for a query that
-        leaves no room for a token of a document.
+        A document is cut to `max_document_tokens`, and further if the prompt would exceed
+        `max_tokens`. The space before a document is encoded with it, since tokenizers split words
+        there. Control tokens in the callers' texts are read as plain letters. Raises
+        ContextLengthExceeded for a query that leaves no room for a token of a document.
         """
         *start, (last, _) = _fill(self._before, query, instruction or self._recipe.instruction)
         end = last.rstrip(" ")
@@ -133,8 +135,9 @@ class LabelScorer:
 
     def score(self, rows: Sequence[Pair]) -> Vectors:
         """Return the log-odds of relevance, (rows, 1) float32."""
-        # Rows of one query share its part of the prompt, which is read once; other rows share their
-        # common beginning. It is kept for the next call, as a request's rows may need several.
+        # Rows with the same query share its part of the prompt, which is computed once; other rows
+        # share their common prefix. The prefix is kept for the next call, since one request's rows
+        # may need several calls.
         scores = np.empty((len(rows), 1), dtype=np.float32)
         for places, shared in _group(rows):
             tokens = [rows[place].ids for place in places]
@@ -149,7 +152,7 @@ class LabelScorer:
         self.score(self.encode_pairs("Hello", ["Hello"]))
 
     def nbytes(self) -> int:
-        """Count the bytes of the weights, and of a kept beginning of the greatest length."""
+        """Count the bytes of the weights, and of the longest prefix that may be kept."""
         weights = sum(array.nbytes for array in parameters(self._model))
         if not self._shares_prefixes:
             return weights
@@ -161,7 +164,7 @@ class LabelScorer:
         clear_cache()
 
     def _read(self, rows: Sequence[TokenIds], shared: int) -> Vectors:
-        """Return the scores, (rows,), of prompts that have the first `shared` tokens in common."""
+        """Return the scores, (rows,), of prompts that share their first `shared` tokens."""
         common = tuple(rows[0][:shared])
         beginning, new = _Beginning(), None
         if common and common == self._kept.tokens:
@@ -174,7 +177,7 @@ class LabelScorer:
             new = make_prompt_cache(self._model)
         shared = len(beginning.tokens)
         lengths = [len(row) - shared for row in rows]
-        # Padding is on the right: no token sees tokens after it.
+        # Padding is on the right, where no real token sees it.
         tokens = np.zeros((len(rows), max(lengths)), dtype=np.int32)
         for i, row in enumerate(rows):
             tokens[i, : lengths[i]] = row[shared:]
@@ -187,7 +190,7 @@ class LabelScorer:
         return np.array(scores, dtype=np.float32)
 
     def _keep(self, tokens: tuple[int, ...], caches: Sequence[Any]) -> "_Beginning":
-        """Return the beginning of the caches' tokens, and keep it unless it is long."""
+        """Return the caches' first tokens as a prefix, and keep that unless it is too long."""
         beginning = _Beginning(tokens, [_SharedPrefix(cache, len(tokens)) for cache in caches])
         evaluate([layer.state for layer in beginning.layers])
         self._kept = beginning if len(tokens) <= KEPT_TOKENS else _Beginning()
@@ -196,14 +199,14 @@ class LabelScorer:
 
 @dataclass(frozen=True, slots=True)
 class _Beginning:
-    """The first tokens of prompts, and their KV of each layer."""
+    """The tokens that prompts begin with, and their KV in each layer."""
 
     tokens: tuple[int, ...] = ()
     layers: "Sequence[_SharedPrefix]" = ()
 
 
 class _SharedPrefix(_KVCache):  # type: ignore[misc]
-    """The KV of one layer for the first tokens, common to all rows of a pass."""
+    """One layer's KV of the prefix that all rows of a pass share."""
 
     def __init__(self, layer: Any, tokens: int) -> None:
         super().__init__()
@@ -213,19 +216,18 @@ class _SharedPrefix(_KVCache):  # type: ignore[misc]
         self.offset = tokens
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        # The rows' own tokens are not kept: the KV of a batch would be many times that of the
-        # prefix.
+        # The KV of the rows' other tokens is not kept: it would be many times that of the prefix.
         return _append(self.keys, keys), _append(self.values, values)
 
 
 def _append(prefix: mx.array, own: mx.array) -> mx.array:
-    """Return (rows, heads, tokens, size) for a prefix of (1, heads, tokens, size)."""
+    """Return each row's own part, (rows, heads, tokens, size), after a prefix that rows share."""
     same = mx.broadcast_to(prefix, (own.shape[0], *prefix.shape[1:]))
     return mx.concatenate([same, own], axis=2)
 
 
 class LabelHead:
-    """The output matrix's rows of the labels, as one vector: (rows, hidden) → (rows,) float32."""
+    """The labels' rows of the output matrix as one vector: (rows, hidden) → (rows,) float32."""
 
     def __init__(self, model: Any, labels: Sequence[int]) -> None:
         layer = model.lm_head if "lm_head" in model else model.model.embed_tokens
@@ -242,7 +244,7 @@ class LabelHead:
 
 
 def _rows(layer: Any, ids: mx.array) -> mx.array:
-    """Return rows of an output matrix or, if it is tied to them, of the embeddings."""
+    """Return rows of an output matrix or, where embeddings serve as one, of the embeddings."""
     if isinstance(layer, _layers.QuantizedLinear):
         biases = layer.biases[ids] if layer.biases is not None else None
         return mx.dequantize(
@@ -255,13 +257,13 @@ def _rows(layer: Any, ids: mx.array) -> mx.array:
         )
     if isinstance(layer, _layers.Linear):
         return layer.weight[ids]  # type: ignore[no-any-return]
-    rows: mx.array = layer(ids)  # dequantized, if needed
+    rows: mx.array = layer(ids)  # the layer dequantizes them if needed
     return rows
 
 
 def _fill(text: str, query: str, instruction: str) -> list[Piece]:
-    """Return a template's text before the document; fields in the filled-in texts stay as they are.
-    The last piece is the template's own.
+    """Return a template's text before the document in pieces, with its fields filled in. Fields in
+    the query or the instruction are left as they are. The last piece is the template's own.
     """
     fields = {"{query}": query, "{instruction}": instruction}
     parts = re.split("({query}|{instruction})", text)
@@ -269,8 +271,8 @@ def _fill(text: str, query: str, instruction: str) -> list[Piece]:
 
 
 def _group(rows: Sequence[Pair]) -> list[tuple[list[int], int]]:
-    """Return the places of the rows of each query, and the number of first tokens that they share;
-    queries with only one row form one group.
+    """Group rows by their query; return each group's row indices and the number of first tokens
+    that its rows share. Queries with only one row form one group together.
     """
     by_query: dict[tuple[int, ...], list[int]] = {}
     for place, row in enumerate(rows):
@@ -284,7 +286,7 @@ def _group(rows: Sequence[Pair]) -> list[tuple[list[int], int]]:
 
 
 def _count_alike(rows: Sequence[tuple[int, ...]]) -> int:
-    """Count the first tokens that all rows share."""
+    """Count the first tokens that are the same in all rows."""
     first, last = min(rows), max(rows)
     alike = zip(first, last, strict=False)
     return next((i for i, (a, b) in enumerate(alike) if a != b), min(len(first), len(last)))
@@ -302,13 +304,13 @@ def load_label_scorer_in_steps(
 ) -> Generator[LabelScorer | None]:
     """Load a causal model as a reranker, in steps; the last one yields it. Raises ModelLoadFailed.
 
-    Each label must be one token, and the logits the plain product of hidden states and output
-    matrix; both are checked. `report` is called with quantized weights that become floating.
+    Each label must be one token, and logits must be the plain product of hidden states and output
+    matrix; both are checked. `report` is called with quantized weights that are dequantized.
     """
     checkpoint = Checkpoint(name, folder)
     config = checkpoint.read_object("config.json")
     if config.get("final_logit_softcapping"):
-        raise checkpoint.failed("its logits are capped, so no difference of labels is a score")
+        raise checkpoint.failed("its logits are capped (final_logit_softcapping) and give no score")
     tokenizer = load_text_tokenizer(checkpoint, lower_case=False)
     ids = _read_labels(checkpoint, tokenizer, recipe.labels)
     yield None

@@ -1,4 +1,5 @@
-"""ModernBERT: rotary positions, global attention in some layers and a window in the others, GeGLU.
+"""The ModernBERT encoder: rotary positions, GeGLU, and attention that is global in some layers and
+limited to a window in the others.
 
 Weights and names are Hugging Face's (transformers, models/modernbert/modeling_modernbert.py); its
 heads are not used here. Layers normalize their input (pre-norm), except the first, whose input the
@@ -36,10 +37,10 @@ from gateway.engine.models.encoder_kernels import (
     make_rotation,
 )
 
-# Queries that attend at once with a window, which wastes few of their scores.
+# The queries that attend together in a layer with a window: a larger block wastes more scores.
 BLOCK: Final = 128
-# A padding query may see nothing but padding; float16 would make -inf of PADDING_SCORE, and NaN of
-# a row of those.
+# The padding score in float16, where PADDING_SCORE would be -inf. A padding query may see nothing
+# but padding, and a row of -inf becomes NaN.
 HALF_PADDING_SCORE: Final = -3e4
 # Parts above the encoder in checkpoints saved with a head.
 IGNORED: Final = ("head.", "decoder.", "classifier.")
@@ -47,7 +48,7 @@ IGNORED: Final = ("head.", "decoder.", "classifier.")
 
 @dataclass(frozen=True, slots=True)
 class ModernBertConfig:
-    """The part of config.json that the numbers depend on."""
+    """The values of config.json that results depend on."""
 
     vocabulary: int
     dimensions: int
@@ -57,7 +58,7 @@ class ModernBertConfig:
     padding_id: int
     epsilon: float
     activation: str
-    # How far a token sees to either side, for each layer; None for everything.
+    # How far a token sees to either side, for each layer; None if it sees all tokens.
     windows: Sequence[int | None]
     # The base of the rotations, for each layer.
     thetas: Sequence[float]
@@ -65,8 +66,8 @@ class ModernBertConfig:
 
 
 def read_config(checkpoint: Checkpoint, raw: Mapping[str, Any]) -> ModernBertConfig:
-    """Read config.json's keys, of transformers 4 and 5, refusing parts that are not
-    computed here.
+    """Read config.json's keys, as transformers 4 or 5 writes them, refusing values that are not
+    supported here.
     """
     unsupported = ("attention_bias", "mlp_bias", "norm_bias", "is_causal")
     activation = read_activation(checkpoint, raw, "hidden_activation", unsupported)
@@ -119,7 +120,7 @@ def _thetas(checkpoint: Checkpoint, raw: Mapping[str, Any]) -> tuple[float, floa
 
 
 def weight_shapes(config: ModernBertConfig) -> dict[str, tuple[int, ...]]:
-    """Name every weight that the encoder needs, with its shape."""
+    """Return the shape of every weight that the encoder needs, by its name."""
     d, i = config.dimensions, config.intermediate
     shapes: dict[str, tuple[int, ...]] = {
         "embeddings.tok_embeddings.weight": (config.vocabulary, d),
@@ -150,7 +151,7 @@ class Span:
 def make_spans(
     length: int, mask: mx.array | None, window: int | None, block: int, dtype: mx.Dtype
 ) -> list[Span]:
-    """Cut a row's queries into blocks; with a window, each block sees only the keys within its
+    """Cut a row's queries into blocks. With a window, each block sees only the keys within its
     reach. `mask`, (rows, length), is true at real tokens.
     """
     # A token sees tokens at most `window` away: transformers, masking_utils.py,
@@ -172,7 +173,7 @@ def make_spans(
 
 @dataclass(frozen=True, slots=True)
 class ModernBertLayer:
-    """Attention, then the gated product; each has a normalized input, and its result is added."""
+    """Attention, then a gated product. Each normalizes its input and adds its result to x."""
 
     attention_norm: Norm | None
     qkv: Dense
@@ -186,7 +187,7 @@ class ModernBertLayer:
     activation: Activation
 
     def __call__(self, x: mx.array, rows: int, rotate: Rotation, spans: Sequence[Span]) -> mx.array:
-        """Map (rows * tokens, dimensions) to the same: flat, so that each product is one GEMM."""
+        """Map (rows * tokens, dimensions) to the same shape: flat, so each product is one GEMM."""
         flat, width = x.shape
         read = x if self.attention_norm is None else self.attention_norm(x)
         split = self.qkv(read).reshape(rows, flat // rows, 3, self.heads, width // self.heads)
@@ -226,7 +227,7 @@ def make_layer(
 
 
 class ModernBert:
-    """The encoder: (rows, tokens) ids to (rows, tokens, dimensions) hidden states.
+    """The ModernBERT encoder, from (rows, tokens) ids to (rows, tokens, dimensions) hidden states.
 
     Its weights are read when its parameters are first evaluated.
     """
@@ -279,7 +280,7 @@ class ModernBert:
     ) -> Iterator[mx.array]:
         """Yield the states after the embedding, after each layer and after the last norm.
 
-        There are no token types.
+        `types` is ignored: the model has no token types.
         """
         rows, length = tokens.shape
         shape = (rows, length, self.dimensions)

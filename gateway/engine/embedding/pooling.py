@@ -1,6 +1,6 @@
-"""A text's hidden states → its vector: the recipe in the model's folder, and the maths.
+"""A text's hidden states → its vector: the recipe in the model's folder, and the computation.
 
-Pooling is never guessed: the wrong one gives plausible vectors that find the wrong texts.
+Pooling is never guessed: a wrong one gives plausible vectors that find the wrong texts.
 """
 
 import re
@@ -18,14 +18,14 @@ from gateway.engine.models.encoder_kernels import Activation
 
 INSIDE: Final = "dense."  # prefix of the names of linear layers in the model's own file
 _VECTOR: Final = "sentence_embedding"  # sentence-transformers' name of a text's vector
-# The keys are a Dense module's `activation_function`; torch has no shorter names.
+# The keys are values of a Dense module's `activation_function`: full names of torch's classes.
 _ACTIVATIONS: Final[Mapping[str, Activation]] = {
     "torch.nn.modules.linear.Identity": lambda x: x,
     "torch.nn.modules.activation.Tanh": mx.tanh,
 }
 Mode = Literal["mean", "cls", "last"]
 _MODES: Final = {"mean": "mean", "cls": "cls", "lasttoken": "last"}
-# The keys of sentence-transformers before 6: one boolean a mode.
+# The keys of sentence-transformers before 6: a boolean for each mode.
 _OLD_KEYS: Final = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -38,8 +38,8 @@ _OLD_KEYS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """The steps around the model: its subfolder, the pooling, the layers after it, whether to
-    normalize.
+    """The steps from token ids to a vector: the model in its subfolder, the pooling, linear layers,
+    and whether to normalize.
     """
 
     transformer: str
@@ -51,8 +51,8 @@ class Recipe:
 def read_recipe(checkpoint: Checkpoint, pooling: str | None, normalize: bool | None) -> Recipe:
     """Read modules.json and the modules' own files.
 
-    `pooling` and `normalize` come from models.yaml; they win over the folder's. A setting that
-    neither states is a load error naming the key to set.
+    `pooling` and `normalize` come from models.yaml and override the folder's. If neither states a
+    setting, ModelLoadFailed names the key to set.
     """
     if pooling is not None and pooling not in get_args(Mode):
         raise checkpoint.failed(f"`pooling:` in models.yaml is `{pooling}`, not mean, cls or last")
@@ -79,7 +79,7 @@ def read_recipe(checkpoint: Checkpoint, pooling: str | None, normalize: bool | N
 def weight_folders(
     checkpoint: Checkpoint, pooling: str | None, normalize: bool | None
 ) -> list[Checkpoint]:
-    """Return the folders with a model's weights."""
+    """Return the folders that hold a model's weights."""
     recipe = read_recipe(checkpoint, pooling, normalize)
     dense = [checkpoint.inside(path) for path in recipe.dense]
     return [checkpoint.inside(recipe.transformer), *(d for d in dense if d.folder.is_dir())]
@@ -135,7 +135,7 @@ class Projection:
 
 
 def read_projections(checkpoint: Checkpoint, recipe: Recipe, dimensions: int) -> list[Projection]:
-    """Open the linear layers after the pooling, whose vectors have `dimensions` dimensions. The
+    """Open the linear layers after the pooling, which gives vectors of `dimensions` dimensions. The
     weights are read when evaluated. Raises ModelLoadFailed.
     """
     layers = _projections_inside(checkpoint.inside(recipe.transformer))
@@ -169,8 +169,8 @@ def _read_projection(folder: Checkpoint) -> Projection:
 
 
 def _projections_inside(transformer: Checkpoint) -> list[Projection]:
-    """Open the layers that mlx-embeddings moves into the model's own file, perhaps quantized:
-    EmbeddingGemma's, which have no activation.
+    """Open the linear layers that mlx-embeddings moves into the model's own file, possibly
+    quantized. EmbeddingGemma has such layers; they have no activation.
     """
     named = {n: a for n, a in transformer.weights().items() if n.startswith(INSIDE)}
     arrays = dequantize(transformer, named, transformer.config().get("quantization") or {})
@@ -189,7 +189,7 @@ def _projection(weights: Mapping[str, mx.array], module: str, activation: str) -
 def pool(hidden: mx.array, lengths: mx.array, mask: mx.array | None, mode: Mode) -> mx.array:
     """Make one float32 vector of each row of (rows, tokens, dimensions), padded on the right.
 
-    `lengths` counts each row's real tokens; `mask` is true at them, None when all are real.
+    `lengths` are the rows' numbers of real tokens; `mask` is true at real tokens, None if all are.
     """
     hidden = hidden.astype(mx.float32)
     if mode == "cls":
@@ -212,7 +212,7 @@ def unit(vectors: mx.array) -> mx.array:
 def shorten(
     vectors: npt.NDArray[np.float32], dimensions: int, *, normalize: bool = True
 ) -> npt.NDArray[np.float32]:
-    """Keep the first dimensions of Matryoshka vectors and make them unit length again."""
+    """Keep the first dimensions of Matryoshka vectors; normalize them again if `normalize`."""
     if not 1 <= dimensions <= vectors.shape[-1]:
         raise ValueError(f"dimensions must be from 1 to {vectors.shape[-1]}, not {dimensions}")
     shortened = vectors[..., :dimensions].copy()

@@ -1,7 +1,7 @@
 """BERT with rotary positions: nomic-bert, GTE and jina-embeddings-v3.
 
-transformers has a class for each (models/nomic_bert, gte and jina_embeddings_v3), which reads and
-writes the weights' names from the time when the models brought their own code.
+transformers has a class for each (models/nomic_bert, gte and jina_embeddings_v3). Their files keep
+the weights' names from the time when the models brought their own code.
 """
 
 import re
@@ -15,8 +15,8 @@ import mlx.core as mx
 from gateway.engine.embedding.bert import Bert, BertConfig, read_config
 from gateway.engine.models.checkpoint import Checkpoint
 
-# New names as in transformers' conversion_mapping.py, and as BERT's: several names if an array has
-# the rows of several products.
+# Patterns of names, each with its replacement: transformers' names (conversion_mapping.py) and
+# BERT's. Several replacements split an array that has the rows of several products.
 _NAMES: Final = (
     (r"^(nomic_bert|gte|new|roberta)\.", ""),
     (r"^emb_ln\.", "embeddings.LayerNorm."),
@@ -33,7 +33,7 @@ _NAMES: Final = (
     (r"\.mlp\.fc12\.", ".intermediate.gate."),
     (r"\.mlp\.(down_proj|fc2)\.", ".output.dense."),
 )
-# The keys of nomic-bert's config.json from before transformers had its class.
+# The keys of nomic-bert's config.json before transformers had its class, and the later keys.
 _FORMER_KEYS: Final = {
     "n_embd": "hidden_size",
     "n_layer": "num_hidden_layers",
@@ -74,7 +74,7 @@ class RotaryBert(Bert):
             if raw.get(key) not in served:
                 raise checkpoint.failed(f"config.json: {key} {raw[key]} is not supported")
         keys = {_FORMER_KEYS.get(key, key): value for key, value in raw.items()}
-        keys.pop("position_embedding_type", None)  # GTE's says rope
+        keys.pop("position_embedding_type", None)  # GTE's is `rope`
         if keys.get("hidden_act") == "swiglu":
             keys["hidden_act"] = "silu"
         config = read_config(checkpoint, keys)
@@ -83,7 +83,7 @@ class RotaryBert(Bert):
         with checkpoint.reading_config():
             theta, factor = cls._read_rope(checkpoint, keys, config.dimensions // config.heads)
         if not (0 < theta < inf and 0 < factor < inf):
-            raise checkpoint.failed("config.json: rotations have a base or a factor that cannot be")
+            raise checkpoint.failed("config.json: rope_theta or a factor is not a positive number")
         return replace(
             config, theta=theta, factor=factor, is_gated=cls.is_gated, unbiased=cls.unbiased
         )
@@ -100,7 +100,7 @@ class RotaryBert(Bert):
             return theta, 1.0
         if kind == "linear":
             return theta, float(rope["factor"])
-        # This kind is GTE's own, a larger base and a little linear scaling:
+        # GTE's own kind: a larger base, and a little linear scaling.
         # https://kexue.fm/archives/9706, and vLLM's layers/rotary_embedding/ntk_scaling_rope.py.
         if kind == "ntk" and rope.get("mixed_b") is None:
             return theta * rope["factor"], rope["factor"] ** (2 / size)

@@ -1,4 +1,4 @@
-"""Texts to token ids for embedding models, exactly as sentence-transformers does it.
+"""Tokenizing texts for embedding models exactly as sentence-transformers does.
 
 The tokenizer is set up once, at load. No call here changes it: a change while another thread
 encodes would raise "Already borrowed".
@@ -14,7 +14,7 @@ from gateway.engine.control_tokens import ControlTokens
 from gateway.engine.models.checkpoint import Checkpoint, reading_tokenizer
 from gateway.engine.tokenizer_parts import check_growth, has_patterns
 
-CHARS_A_TOKEN: Final = 16  # more than enough, except for texts that are mostly spaces
+CHARS_A_TOKEN: Final = 16  # more than tokens have on average, unless a text is mostly spaces
 WORDS: Final = 3
 
 
@@ -39,7 +39,7 @@ class TextTokenizer:
         return ControlTokens(self._tokenizer)
 
     def encode(self, texts: Sequence[str], *, with_specials: bool = True) -> list[list[int]]:
-        """Return each text's ids with its special tokens, never truncated, never padded."""
+        """Return each text's ids, by default with special tokens; never truncated, never padded."""
         encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=with_specials)
         if not with_specials:
             return [one.ids for one in encoded]
@@ -48,12 +48,12 @@ class TextTokenizer:
     def encode_start(
         self, texts: Sequence[str], limit: int, *, with_specials: bool = True
     ) -> list[list[int]]:
-        """Return ids as `encode` does, or the beginning of a long text's ids: enough that
-        `truncate` keeps the same.
+        """Return ids as `encode` does, but of a long text perhaps only the first ones: enough for
+        `truncate` to return the same.
         """
-        # A text is cut before it is encoded only if that is safe: words are encoded one by one, and
-        # more than three of them stand between the last kept token and the cut, which changes no
-        # more than the word and the spaces before it.
+        # A text is cut before it is encoded only if that is safe. Words are encoded one by one, and
+        # the cut can only change the word and the spaces before it, so more than three words must
+        # lie between the last kept token and the cut.
         if self._cut_left or not self._splits_words:
             return self.encode(texts, with_specials=with_specials)
         after, eos = (self._after, self._eos) if with_specials else (0, ())
@@ -77,7 +77,7 @@ class TextTokenizer:
         return [rows[i] for i in range(len(texts))]
 
     def truncate(self, ids: Sequence[int], limit: int) -> list[int]:
-        """Cut to `limit` tokens, special tokens included: those at both ends stay."""
+        """Cut ids to `limit` tokens, special tokens included. Those at both ends are kept."""
         if len(ids) <= limit:
             return list(ids)
         end = len(ids) - self._after
@@ -85,7 +85,7 @@ class TextTokenizer:
         return [*ids[: self._before], *body, *ids[end:]]
 
     def cut(self, ids: Sequence[int], keep: int) -> Sequence[int]:
-        """Cut ids without special tokens to at most `keep`, on the model's own side."""
+        """Cut ids without special tokens to at most `keep`, on the side where the model does."""
         if self._cut_left:
             return ids[max(0, len(ids) - keep) :]
         return ids[:keep]
@@ -98,7 +98,7 @@ class PairTemplate:
     before: tuple[int, ...]
     between: tuple[int, ...]
     after: tuple[int, ...]
-    # The number of tokens before the second text at which token type 1 begins; None: never.
+    # Token type 1 begins this many tokens before the second text; None if there is no type 1.
     lead: int | None
 
     @property
@@ -107,8 +107,8 @@ class PairTemplate:
         return len(self.before) + len(self.between) + len(self.after)
 
     def join(self, first: Sequence[int], second: Sequence[int]) -> tuple[list[int], int]:
-        """Join the ids of two texts, which have no special tokens yet; return the row, and the
-        index at which the second begins.
+        """Join the ids of two texts, which have no special tokens yet. Return the row, and the
+        index at which the second text begins.
         """
         start = [*self.before, *first, *self.between]
         return [*start, *second, *self.after], len(start)
@@ -124,7 +124,7 @@ def load_text_tokenizer(checkpoint: Checkpoint, *, lower_case: bool) -> TextToke
     with reading_tokenizer(checkpoint):
         tokenizer = Tokenizer.from_file(str(path))
         check_growth(tokenizer)
-        # MiniLM's file itself truncates and pads to 128.
+        # MiniLM's tokenizer.json would truncate and pad to 128 tokens.
         tokenizer.no_truncation()
         tokenizer.no_padding()
         config = checkpoint.read_object("tokenizer_config.json")
@@ -145,10 +145,10 @@ def load_text_tokenizer(checkpoint: Checkpoint, *, lower_case: bool) -> TextToke
 
 
 def read_pair_template(checkpoint: Checkpoint, tokenizer: TextTokenizer) -> PairTemplate:
-    """Read the places of a tokenizer's special tokens and token types from an encoded pair.
+    """Encode a pair to find the places of a tokenizer's special tokens and token types.
 
-    Source: transformers, tokenization_utils_tokenizers.py: types are given to the model if
-    model_input_names lists them; BERT's tokenizers do by default.
+    Source: transformers, tokenization_utils_tokenizers.py. The model is given token types if
+    model_input_names lists them, as it does by default in BERT's tokenizers.
     """
     with reading_tokenizer(checkpoint):
         probe = tokenizer._tokenizer.encode("a", "a")
@@ -171,7 +171,7 @@ def read_pair_template(checkpoint: Checkpoint, tokenizer: TextTokenizer) -> Pair
 
 
 def _words(text: str) -> int:
-    """Count the words, separated by spaces, that have a letter or digit."""
+    """Count the words, separated by spaces, that have a letter or a digit."""
     return sum(any(map(str.isalnum, word)) for word in text.split(" "))
 
 
@@ -185,7 +185,7 @@ def _splits_words(tokenizer: Tokenizer) -> bool:
 
 
 def _follow_bert_settings(tokenizer: Tokenizer, config: Mapping[str, Any]) -> None:
-    """Apply tokenizer_config.json over tokenizer.json's normalizer, as BertTokenizer does."""
+    """Let tokenizer_config.json override tokenizer.json's normalizer, as BertTokenizer does."""
     normalizer = tokenizer.normalizer
     if not isinstance(normalizer, normalizers.BertNormalizer):
         return
@@ -200,7 +200,7 @@ def _follow_bert_settings(tokenizer: Tokenizer, config: Mapping[str, Any]) -> No
 
 
 def _lowers(tokenizer: Tokenizer) -> bool:
-    """Return True if the normalizer already lower-cases, in a sequence too."""
+    """Return True if the normalizer lower-cases already, possibly inside a sequence."""
     rules = repr(tokenizer.normalizer)
     return "lowercase=True" in rules or "Lowercase()" in rules
 
@@ -213,7 +213,7 @@ def _lower_first(tokenizer: Tokenizer) -> None:
 
 
 def _special_ends(checkpoint: Checkpoint, tokenizer: Tokenizer) -> tuple[int, int, int | None]:
-    """Count the special tokens before and after a text, and return the last one after it."""
+    """Return the numbers of special tokens before and after a text, and the last one's id."""
     probe = tokenizer.encode("a")
     body = [i for i, special in enumerate(probe.special_tokens_mask) if not special]
     if not body:
@@ -228,7 +228,7 @@ def _missing_eos(
     config: Mapping[str, Any],
     last: int | None,
 ) -> tuple[int, ...]:
-    """Return the end token that tokenizer_config.json asks for and tokenizer.json does not add."""
+    """Return the EOS token that tokenizer_config.json asks for and tokenizer.json does not add."""
     if not config.get("add_eos_token"):
         return ()
     token = config.get("eos_token")

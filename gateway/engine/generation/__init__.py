@@ -2,7 +2,8 @@
 
 sampling         logits → tokens, with each row's sampling parameters
 sequence         one answer: its tokens, text, grammar and end; which sequence caused a fault
-prefill          choice of the prompts and chunks that are read together; prompt logprobs
+prompt_scoring   the logprobs of a prompt's tokens, computed while it is read
+prefill          choice of the prompts and chunks that are read together; images are encoded first
 decode_batch     sequences between two decode steps; the choice of their next tokens
 label_scoring    questions answered by the logprobs of their labels
 self_test        a comparison of batched sequences with the same sequences run alone

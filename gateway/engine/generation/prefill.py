@@ -1,6 +1,5 @@
 """Prefill: the choice of the prompts that are read together, and of the next chunk."""
 
-import math
 import time
 from collections import abc, deque
 from collections.abc import Callable, Iterable, Iterator
@@ -14,9 +13,8 @@ import mlx.core as mx
 from mlx_lm.generate import PromptProcessingBatch
 from mlx_lm.models.cache import make_prompt_cache
 
-from gateway.engine.answers.output_parts import TokenScores
 from gateway.engine.device import confirm
-from gateway.engine.generation.sampling import LOWEST_LOGPROB, score
+from gateway.engine.generation.prompt_scoring import Scorer
 from gateway.engine.generation.sequence import Sequence
 from gateway.engine.kv.layers import make_batch_caches
 from gateway.engine.kv.prefix_cache import BLOCK, PrefixCache, count_shared
@@ -191,6 +189,12 @@ class Prefill:
         for entry in self._line:
             seqs += _rows(entry)
         return seqs
+
+    def hold(self, sequence_id: int, is_held: bool) -> None:
+        """Set whether a sequence is parked once it is read. Ignore an unknown id."""
+        for seq in self.seqs:
+            if seq.id == sequence_id:
+                seq.is_held = is_held
 
     def drop(self, sequence_id: int) -> None:
         """Drop a sequence. Others of its batch, of which nothing is read while images are encoded,
@@ -463,58 +467,3 @@ def _alike(one: Sequence, other: Sequence) -> bool:
     """
     ends = [(seq.params.max_tokens == 0, seq.params.step is None) for seq in (one, other)]
     return one.scores_prompt == other.scores_prompt and ends[0] == ends[1]
-
-
-# The most bytes of float32 logits in one pass: enough for 110 tokens with a vocabulary of 151,936.
-# A whole prompt of 4,096 tokens would take 2.5 GB.
-MOST_BYTES = 64 << 20
-
-
-def max_scored_tokens(vocab_size: int) -> int:
-    """Return the most tokens that may be scored in one pass, padding included."""
-    return max(1, MOST_BYTES // (4 * vocab_size))
-
-
-class Scorer:
-    """A wrapper of a model, called like it, that also computes prompt logprobs. It must be given
-    all of the prompts' tokens, from the beginning.
-    """
-
-    def __init__(self, model: Callable[..., mx.array], seqs: abc.Sequence[Sequence]) -> None:
-        self._model = model
-        self._rows = seqs
-        self._at = 0
-        for seq in seqs:
-            seq.prompt_logprobs.clear()
-
-    def __call__(self, tokens: mx.array, **options: Any) -> mx.array:
-        """Run the model on tokens, (rows, n); shorter rows are padded on the right."""
-        logits = self._model(tokens, **options)
-        width = tokens.shape[1]
-        places: list[int] = []
-        targets: list[tuple[Sequence, int]] = []  # each place's sequence and following token
-        for i, seq in enumerate(self._rows):
-            following = seq.params.prompt[self._at + 1 : self._at + 1 + width]
-            places += range(i * width, i * width + len(following))
-            targets += [(seq, token) for token in following]
-        if places:
-            self._store_scores(logits.reshape(-1, logits.shape[-1])[mx.array(places)], targets)
-        self._at += width
-        return logits
-
-    def _store_scores(self, logits: mx.array, targets: list[tuple[Sequence, int]]) -> None:
-        """Append the logprobs of these tokens, in order, to their sequences."""
-        tokens = mx.array([token for _, token in targets])
-        top = max(seq.params.logprobs or 0 for seq in self._rows)
-        scores = score(logits, tokens, range(len(targets)), top)
-        chosen: Any = scores.chosen.tolist()
-        ids: Any = scores.ids.tolist()
-        logprobs: Any = scores.logprobs.tolist()
-        for place, (seq, token) in enumerate(targets):
-            logprob = chosen[place]
-            if logprob == -math.inf:
-                logprob = LOWEST_LOGPROB
-            alternatives = seq.params.logprobs or 0
-            seq.add_prompt_score(
-                token, TokenScores(logprob, ids[place], logprobs[place], alternatives)
-            )

@@ -66,8 +66,8 @@ class Adjustments:
                 self._bias[place] = bias
         if self._repels:
             for token in set(prompt):
-                place = self._place(token)
-                self._was_read[place] = True
+                if token < vocab_size:  # others stand for images
+                    self._was_read[self._place(token)] = True
 
     def __len__(self) -> int:
         return len(self._places)

@@ -15,7 +15,7 @@ from gateway.engine.generation.sampling import Sampler
 from gateway.engine.grammar.compiling import CompiledGrammar
 from gateway.engine.grammar.matching import BoundRow, Matcher
 from gateway.engine.kv.prefix_cache import BLOCK, Root
-from gateway.engine.vision.sight import Images
+from gateway.engine.vision.features import Images
 from gateway.errors import Fault, PassFault
 from gateway.jobs.chat import Delta, EchoedPrompt, FinishReason, TokenLogprob
 from gateway.jobs.steps import SequenceParams

@@ -1,7 +1,6 @@
 """The sequences of one chat model, which join and leave between steps. All of it runs on the lane.
 
-Prompts are read with mlx-lm's code. The decode step is our own, so that a prefill chunk and a
-decode step are separate calls; mlx-lm's `next()` does both.
+Prompts are read with mlx-lm's code. The decode step is our own: mlx-lm's `next()` does both.
 """
 
 from collections import abc, deque
@@ -23,8 +22,9 @@ from gateway.engine.generation.decode_batch import (
     redraw_unsure,
 )
 from gateway.engine.generation.label_scoring import score_labels
-from gateway.engine.generation.prefill import Prefill, PrefillBatch, max_scored_tokens
+from gateway.engine.generation.prefill import Prefill, PrefillBatch
 from gateway.engine.generation.prepare import ChatSetup
+from gateway.engine.generation.prompt_scoring import max_scored_tokens
 from gateway.engine.generation.sampling import Sampler
 from gateway.engine.generation.self_test import ALONE, is_listed
 from gateway.engine.generation.sequence import Faults, Sequence
@@ -33,7 +33,6 @@ from gateway.engine.kv.layers import can_batch, hold_states, padded, row_lengths
 from gateway.engine.kv.prefix_cache import PrefixCache
 from gateway.engine.vision.sight import Sight
 from gateway.jobs.chat import Delta
-from gateway.jobs.images import FIRST_IMAGE_ID
 from gateway.jobs.steps import Pass, SequenceParams, StepPlan, Verdict
 
 Applied: TypeAlias = Callable[[abc.Sequence[int]], AbstractContextManager[None]]
@@ -119,10 +118,7 @@ class Sequences:
             self.leave(number)
         for number in plan.preempting:
             self._preempt(number)
-        deltas: list[Delta] = []
-        for number, limit in plan.capped:
-            deltas += self._cap_tokens(number, limit)
-        return deltas
+        return [delta for number, limit in plan.capped for delta in self._cap_tokens(number, limit)]
 
     def admit(self, plan: StepPlan) -> list[Delta]:
         """Add, park and resume sequences as planned; return the deltas of those that failed."""
@@ -143,13 +139,9 @@ class Sequences:
 
     def begin(self, number: int, params: SequenceParams) -> Sequence:
         """Return a new sequence with these parameters."""
-        answers, prompt = self._answers, params.prompt
-        images = None
-        if params.images:
-            assert self._sight is not None
-            images = self._sight.begin(params)
-            prompt = [token for token in prompt if token < FIRST_IMAGE_ID]
-        sampler = Sampler(params.sampling, self._vocab_size, prompt)
+        answers = self._answers
+        images = None if self._sight is None else self._sight.begin(params)
+        sampler = Sampler(params.sampling, self._vocab_size, params.prompt)
         output, thinking = answers.output_processor(params), answers.thinking(params)
         seq = Sequence(number, params, sampler, output, answers.eos_ids, thinking, images)
         seq.stops_at_blocks = self._prefixes.needs_block_ends and self._prefixes.keeps_growing
@@ -180,9 +172,7 @@ class Sequences:
 
     def _park(self, sequence_id: int) -> None:
         """Pause a sequence, keeping its KV and next token; in prefill, pause it afterwards."""
-        for seq in self._prefill.seqs:
-            if seq.id == sequence_id:
-                seq.is_held = True
+        self._prefill.hold(sequence_id, True)
         for batch in tuple(self._queued):
             if batch.seqs[0].id == sequence_id:
                 self._queued.remove(batch)
@@ -207,9 +197,7 @@ class Sequences:
 
     def _resume(self, sequence_id: int) -> None:
         """Continue a sequence that was parked or preempted. An unknown id is ignored."""
-        for seq in self._prefill.seqs:
-            if seq.id == sequence_id:
-                seq.is_held = False
+        self._prefill.hold(sequence_id, False)
         parked = self._parked.pop(sequence_id, None)
         if isinstance(parked, Sequence):
             parked.is_held = False

@@ -1,22 +1,22 @@
-"""A folder or a GGUF file → a model that runs. From the top down:
+"""Loading a model's folder or GGUF file as a model that runs. From the top down:
 
-decoders         mlx-lm's model of a folder or a GGUF file; passes cut in parts
-adapters         LoRA adapters of one model, their folders read and checked; many in one pass
-gguf             a chat model in one file, as llama.cpp keeps them
-decoder_kernels  SwiGLU and attention on a CPU, instead of mlx-lm's; projections fused
-encoder_kernels  exp, softmax and GELU in vectors, for CPUs
-rotations        rotary positions on a CPU, made once for all layers of a pass
-missing_kernels  products that a device has no kernel for, tried at load and replaced
-sharding         one model over several processes: this one's part of it
+decoders         load mlx-lm's model of a folder or a GGUF file; evaluate long passes in parts
+adapters         read and check LoRA adapters; apply several of them in one pass
+gguf             chat models in llama.cpp's GGUF files
+decoder_kernels  faster SwiGLU and attention for CPUs than mlx-lm's; fused projections
+encoder_kernels  vectorized exp, softmax and GELU for CPUs
+rotations        tables of rotary positions on a CPU, shared by all layers of a pass
+missing_kernels  find the layers whose products the device has no kernel for, and replace them
+sharding         one model divided among several processes
 notes            the parts of a config that a model ignores, and the reference for its answers
-corrections      faults of mlx-lm's classes, corrected in a model that was built
-ropes            its rotary positions, as config.json has them
-configs          config.json in the words of mlx-lm's classes
-own_classes      families and forms of files that mlx-lm has no class for
-unread           the keys that a class of mlx-lm reads, by its source; keys and arrays that nothing
-                 reads, and the refusal of those that change answers
-family_defaults  transformers' values for keys that a config.json lacks
-context          the tokens that a model may be given, without mlx
-counts           numbers of a model's files, each within its bounds
-checkpoint       a model's folder, read and sized
+corrections      corrections of faults in mlx-lm's classes, made in a built model
+ropes            corrections of a built model's rotary positions
+configs          config.json translated to the keys that mlx-lm's classes read
+own_classes      model families and checkpoint layouts that mlx-lm has no class for
+unread           keys and arrays that mlx-lm's class ignores: refused if they change answers
+family_defaults  transformers' default values for keys that a config.json lacks
+context          a model's maximum number of tokens, computed without mlx
+counts           bounds for the sizes that a config states
+kv_costs         the KV that a sequence costs in a loaded model
+checkpoint       a model's folder: its JSON files, its weights, and the memory that they need
 """

@@ -1,8 +1,8 @@
-"""LoRA adapters of one model (Hu et al., 2021, arxiv.org/abs/2106.09685), many in one pass.
+"""LoRA adapters of one model (Hu et al., 2021, arxiv.org/abs/2106.09685), several in one pass.
 
-A projection that is adapted computes, for each row, x W + (x A) B by the factors of the row's own
-adapter: those of one rank are stacked, and gathered by row. The base's weights are the same arrays
-for all. All of it runs on the lane.
+An adapted projection computes x W + (x A) B for each row, with the factors A and B of the row's
+adapter. The factors of adapters of the same rank are stacked, and gathered by row. All adapters
+share the base model's weights. Everything here must run on the lane.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class AdapterFiles:
-    """An adapter, with its headers read."""
+    """An adapter's folder, with the config and the header of the weights read."""
 
     folder: Checkpoint  # also names the adapter in errors
     rank: int
@@ -45,11 +45,11 @@ class AdapterFiles:
 
     @property
     def weights(self) -> int:
-        """Count the numbers of all factors."""
+        """Count the weights in all factors."""
         return sum(math.prod(shape) for both in self.shapes.values() for shape in both)
 
     def factors(self) -> dict[str, tuple[mx.array, mx.array]]:
-        """Open the factors of each module; they are read when evaluated. On the lane."""
+        """Open the factors of each module; they are read when evaluated. Must run on the lane."""
         with self.folder.blame():
             arrays = mx.load(str(self.folder.folder / WEIGHTS))
             assert isinstance(arrays, dict)  # mx.load returns a dict for safetensors
@@ -60,16 +60,16 @@ class AdapterFiles:
 
 
 def read_adapter(name: str, folder: Path) -> AdapterFiles:
-    """Read an adapter's config and the header of its weights; none of the weights' bytes.
+    """Read an adapter's config and the header of its weights, but not the weights themselves.
 
-    The fit with a base is checked when the adapter is added to it. Raises ModelLoadFailed.
+    `Adapters.add_in_steps` checks whether the adapter fits its base. Raises ModelLoadFailed.
     """
     files = Checkpoint(name, folder)
     if not (folder / WEIGHTS).is_file():
         if any((folder / file).is_file() for file in _PEFT_WEIGHTS):
             raise files.failed(
-                f"{folder} has an adapter in PEFT's format; mlx-lm's is read, whose weights are "
-                f"in {WEIGHTS}"
+                f"{folder} has an adapter in PEFT's format; only mlx-lm's is supported, with "
+                f"its weights in {WEIGHTS}"
             )
         raise files.failed(f"no {WEIGHTS} in {folder}")
     config = files.read_object(CONFIG)
@@ -130,26 +130,26 @@ def _pair(
     }
 
 
-NONE: Final = 0  # the number of no adapter
+NONE: Final = 0  # the number that means no adapter
 
 _Module: Any = Module  # untyped in mlx's stubs
 
 
 @dataclass(frozen=True, slots=True)
 class _Places:
-    """The places of the factors of a pass's rows in a stack."""
+    """The places, in a stack, of the factors of a pass's rows."""
 
-    only: int | None  # the place of all rows, if they share one
-    index: mx.array  # (rows,), each row's place
+    only: int | None  # the place of every row's factors, if it is the same
+    index: mx.array  # (rows,), the place of each row's factors
     mask: mx.array | None  # (rows, 1, 1) bool: True for rows with an adapter; None if all have one
 
 
 class _Rows:
-    """The adapters of a pass's rows, by number."""
+    """The numbers of the adapters of a pass's rows."""
 
     def __init__(self, numbers: tuple[int, ...]) -> None:
         self.numbers = numbers
-        # Modules that have the same adapters share a lookup.
+        # The lookups so far: modules with the same adapters share one.
         self._found: dict[tuple[int, ...], _Places | None] = {}
 
     def find(self, numbers: tuple[int, ...]) -> _Places | None:
@@ -174,17 +174,17 @@ class _Rows:
 
 
 class _Pass:
-    """The state of the pass under way, as the modules of a model share it."""
+    """The state of the current pass, which a model's adapted modules share."""
 
     def __init__(self) -> None:
         self.rows: _Rows | None = None  # None if no row has an adapter
-        # True if the device has a mx.gather_mm for the factors.
+        # True if the device has a kernel of mx.gather_mm for the factors.
         self.gathers = False
 
 
 class _Stack(_Module):  # type: ignore[misc]
-    """The factors of a module's adapters of one rank: `lora_a`, (adapters, in, rank), and `lora_b`,
-    (adapters, rank, out).
+    """The factors of those adapters of a module that have the same rank: `lora_a`, (adapters, in,
+    rank), and `lora_b`, (adapters, rank, out).
     """
 
     def __init__(self, numbers: Sequence[int], lora_a: mx.array, lora_b: mx.array) -> None:
@@ -213,16 +213,16 @@ class _Stack(_Module):  # type: ignore[misc]
         return _Stack(numbers, self.lora_a[at], self.lora_b[at])
 
     def multiply(self, x: mx.array, places: _Places, *, gathers: bool) -> mx.array:
-        """Return the products of x, (rows, …, in), each row's by its own factors; zeros for rows
-        without any.
+        """Return (x A) B for x, (rows, …, in), with the factors of each row's adapter; zeros for
+        rows whose adapter is not in the stack.
         """
         if places.only is not None:
             product: mx.array = (x @ self.lora_a[places.only]) @ self.lora_b[places.only]
             return product
         count = places.index.shape[0]
-        # Some models put rows and tokens in one dimension, the rows outermost.
+        # Some models put rows and tokens in one dimension, rows first.
         if x.ndim > 2 and x.shape[0] != count:
-            raise ValueError(f"{x.shape} is not a pass of {count} rows, for adapters of their own")
+            raise ValueError(f"{x.shape} does not have {count} rows, one for each adapter number")
         by_row = x.reshape(count, -1, x.shape[-1])
         inner = _multiply(by_row, self.lora_a, places.index, gathers=gathers)
         if places.mask is not None:
@@ -232,12 +232,12 @@ class _Stack(_Module):  # type: ignore[misc]
 
 
 class AdaptedLinear(_Module):  # type: ignore[misc]
-    """A linear projection, quantized or not, and the factors of adapters."""
+    """A linear projection, quantized or not, with the factors of the adapters that change it."""
 
     def __init__(self, linear: Any, current: _Pass) -> None:
         super().__init__()
         self.linear = linear
-        # One stack for each rank, so that no adapter is padded to the largest.
+        # One stack for each rank, so that no factors are padded to a larger rank.
         self.stacks: list[_Stack] = []
         self._current = current
 
@@ -259,7 +259,7 @@ class AdaptedLinear(_Module):  # type: ignore[misc]
         return y
 
     def add(self, number: int, lora_a: mx.array, lora_b: mx.array) -> None:
-        """Stack one more adapter's factors."""
+        """Add an adapter's factors to the stack of their rank."""
         new, rank = _Stack([number], lora_a[None], lora_b[None]), lora_a.shape[1]
         for i, stack in enumerate(self.stacks):
             if stack.lora_a.shape[2] == rank:
@@ -268,7 +268,7 @@ class AdaptedLinear(_Module):  # type: ignore[misc]
         self.stacks.append(new)
 
     def drop(self, number: int) -> None:
-        """Take an adapter's factors out, if it has any."""
+        """Remove an adapter's factors, if there are any."""
         for i, stack in enumerate(self.stacks):
             if number in stack.numbers:  # at most one stack has it
                 rest = stack.without(number)
@@ -277,7 +277,7 @@ class AdaptedLinear(_Module):  # type: ignore[misc]
 
 
 class Adapters:
-    """The adapters of a model, each by a number that is never used again."""
+    """The adapters of a model. Each has a number, which is never used again."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -289,7 +289,7 @@ class Adapters:
 
     @contextlib.contextmanager
     def applied(self, numbers: Sequence[int]) -> Iterator[None]:
-        """While entered, the rows of the model's passes have these adapters, NONE for the base."""
+        """While entered, a pass's rows use these adapters, by number; NONE is the base alone."""
         if any(numbers):
             if self._rows.numbers != tuple(numbers):
                 self._rows = _Rows(tuple(numbers))
@@ -300,10 +300,11 @@ class Adapters:
             self._current.rows = None
 
     def add_in_steps(self, files: AdapterFiles) -> Generator[Adapter | None]:
-        """Read an adapter, some modules a step; the last step yields it.
+        """Read an adapter and add it, some modules per step; the last step yields it.
 
-        Passes may run between two steps. Raises ModelLoadFailed for an adapter that does not fit
-        the model, with nothing left of it; closing the generator early leaves nothing either.
+        Passes may run between two steps. Raises ModelLoadFailed if the adapter does not fit the
+        model. After an error, or if the generator is closed early, nothing of the adapter is left
+        in the model.
         """
         if not self._modules:
             self._current.gathers = can_gather(self.dtype)
@@ -327,7 +328,7 @@ class Adapters:
         yield Adapter(number, files.folder.name, added)
 
     def drop(self, number: int) -> None:
-        """Take an adapter out. Modules without an adapter left are the base's own again."""
+        """Remove an adapter. A module without adapters is replaced by the base's own projection."""
         for path, module in list(self._modules.items()):
             module.drop(number)
             if not module.stacks:
@@ -339,7 +340,7 @@ class Adapters:
         self._modules.clear()
 
     def _adapted(self, path: str, linear: Any) -> AdaptedLinear:
-        """Return the module that adapts a projection, and replaces it from now on."""
+        """Return a projection's adapted module, putting it into the model if it isn't there."""
         if path not in self._modules:
             self._modules[path] = AdaptedLinear(linear, self._current)
             self._put(path, self._modules[path])
@@ -349,8 +350,8 @@ class Adapters:
         self._model.update_modules(tree_unflatten([(path, module)]))
 
     def _find_linears(self, files: AdapterFiles) -> dict[str, Any]:
-        """Return the projections that an adapter changes, or raise naming the first that
-        differs.
+        """Return the projections that an adapter changes, or raise ModelLoadFailed naming the first
+        that does not fit.
         """
         failed = files.folder.failed
         named: dict[str, Any] = dict(self._model.named_modules())
@@ -358,7 +359,7 @@ class Adapters:
         for path, (shape_a, shape_b) in files.shapes.items():
             linear = named.get(path)
             if linear is None:
-                raise failed(f"its base has no {path}, which it has {path}.lora_a for")
+                raise failed(f"it has {path}.lora_a, but its base has no {path}")
             if type(linear) not in (Linear, QuantizedLinear):
                 raise failed(f"{path} is no linear projection in its base: {type(linear).__name__}")
             columns, rows = dimensions(linear)
@@ -368,13 +369,11 @@ class Adapters:
             }
             for factor, (shape, expected_shape) in expected.items():
                 if shape != expected_shape:
-                    raise failed(
-                        f"{path}.{factor} is {shape}, not {expected_shape}, which fits its base"
-                    )
+                    raise failed(f"{path}.{factor} is {shape}, but its base needs {expected_shape}")
             if files.rank > min(columns, rows):
                 raise failed(
-                    f"its rank is {files.rank}, and {path} is {columns} by {rows}: a product of "
-                    "that rank is no smaller than the projection"
+                    f"its rank, {files.rank}, is larger than a dimension of {path}, which is "
+                    f"{columns} by {rows}"
                 )
         return {path: named[path] for path in files.shapes}
 
@@ -382,14 +381,14 @@ class Adapters:
 def _prepare(
     files: AdapterFiles, path: str, factors: tuple[mx.array, mx.array], dtype: mx.Dtype
 ) -> tuple[mx.array, mx.array]:
-    """Read a module's factors as the model's type, the scale in the second."""
+    """Read a module's factors in the model's type, with the scale multiplied into the second."""
     with files.folder.blame():
         lora_a = factors[0].astype(dtype)
         lora_b = (factors[1].astype(mx.float32) * files.scale).astype(dtype)
         mx.eval(lora_a, lora_b)
     for name, factor in (("lora_a", lora_a), ("lora_b", lora_b)):
         if not mx.isfinite(factor).all().item():
-            raise files.folder.failed(f"{path}.{name} has values that are not numbers as {dtype}")
+            raise files.folder.failed(f"{path}.{name} has values that are not finite as {dtype}")
     return lora_a, lora_b
 
 

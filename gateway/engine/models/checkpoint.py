@@ -1,6 +1,6 @@
-"""A model's folder: its JSON files and its safetensors, read or refused with a reason, and sized.
+"""A model's folder: reading its JSON files and safetensors, and computing the memory they need.
 
-Reading takes long, so it goes in steps: other work may have the lane between two of them.
+Weights take long to read, so they are read in steps: other work may have the lane in between.
 
 Pickled weights are never opened: unpickling runs the code in them.
 """
@@ -9,9 +9,8 @@ import contextlib
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -20,19 +19,18 @@ import mlx.core as mx
 from gateway.engine.device import Device, pick_dtype
 from gateway.engine.models.counts import check_counts, text_config
 from gateway.errors import ModelLoadFailed, Overloaded, Unavailable
-from gateway.jobs.steps import KvCost
 from gateway.panics import as_exception
 from gateway.registry import is_gguf
 
 _INDEX = "model.safetensors.index.json"
 # A disk that gives 2.5 GB/s reads a slice in about a tenth of a second.
 SLICE_BYTES: Final = 256 << 20
-# The format's own bound, even if a broken file's first bytes ask for a longer header.
+# The format's own bound on a header; a broken file may state a greater length.
 HEADER_BYTES: Final = 100_000_000
-# A module of mlx-lm ends the process if a package of its own is missing.
+# mlx-lm's module for OLMo calls sys.exit at its import if the package it needs is missing.
 MISSING_PACKAGE: Final = "mlx-lm's class for the model_type of config.json wants another package"
 KV_GROUP_SIZES: Final = (64, 32)
-# A part of the name of an array for images, sound or drafted tokens, which mlx-lm's classes drop.
+# The part of an array's name that marks weights for images, sound or drafts, which mlx-lm drops.
 TOWER: Final = r"visual|(embed_)?(vision|audio)\w*|\w*(projector|tower|embedder)|mtp\w*"
 _TOWER: Final = re.compile(rf"(^|.*\.)({TOWER})(\..*|$)")
 
@@ -41,14 +39,14 @@ _TOWER: Final = re.compile(rf"(^|.*\.)({TOWER})(\..*|$)")
 class Tensor:
     """An array in a safetensors file."""
 
-    dtype: str  # the file's name of the type, such as `BF16`
+    dtype: str  # as the file names it, such as `BF16`
     shape: tuple[int, ...]
     nbytes: int
 
 
 class Listing(Protocol):
-    """The facts in a model's files that are known before its weights are read: a folder or a GGUF
-    file.
+    """The facts in a model's files, a folder or a GGUF file, that are known before its weights are
+    read.
     """
 
     def failed(self, reason: str) -> ModelLoadFailed:
@@ -63,7 +61,7 @@ class Listing(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A model's folder, with the name that callers know it by."""
+    """A model's folder, with the name that callers know the model by."""
 
     name: str
     folder: Path
@@ -74,7 +72,7 @@ class Checkpoint:
 
     @contextlib.contextmanager
     def blame(self, about: str = "") -> Iterator[None]:
-        """Turn any exception raised inside into the reason why this model cannot be loaded."""
+        """Turn any exception raised inside into ModelLoadFailed, which quotes it."""
         try:
             yield
         except BaseException as error:
@@ -82,7 +80,7 @@ class Checkpoint:
             raise self.failed(f"{about}{type(reason).__name__}: {reason}") from error
 
     def inside(self, path: str) -> "Checkpoint":
-        """Return the same model's subfolder. A path that leads out of the folder is refused."""
+        """Return a subfolder as the same model's checkpoint. Refuse a path that leads outside."""
         folder = (self.folder / path).resolve()
         if not folder.is_relative_to(self.folder.resolve()):
             raise self.failed(f"modules.json points outside the model's folder: {path}")
@@ -120,17 +118,17 @@ class Checkpoint:
 
     @contextlib.contextmanager
     def reading_config(self) -> Iterator[None]:
-        """Turn errors from reading config.json's keys inside into a reason to refuse the model."""
+        """Turn errors raised inside, from reading config.json's keys, into ModelLoadFailed."""
         try:
             yield
         except KeyError as error:
             raise self.failed(f"config.json has no {error.args[0]}") from error
         except (TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise self.failed(f"config.json has a value that cannot be: {error}") from error
+            raise self.failed(f"config.json has an invalid value: {error}") from error
 
     def read_modules(self) -> list[tuple[str, str]] | None:
-        """Return sentence-transformers' modules in order, class name and path of each; None if
-        there is no modules.json.
+        """Return the class name and path of each of sentence-transformers' modules, in order; None
+        if there is no modules.json.
         """
         listing = self.read_json("modules.json")
         if listing is None:
@@ -141,7 +139,7 @@ class Checkpoint:
             raise self.failed("modules.json is no list of modules with type and path") from error
 
     def weights(self) -> dict[str, mx.array]:
-        """Open the safetensors, one file or shards. The arrays are read when evaluated."""
+        """Open the safetensors, one file or several shards. The arrays are read when evaluated."""
         arrays: dict[str, mx.array] = {}
         for file in self._weight_files():
             try:
@@ -153,11 +151,11 @@ class Checkpoint:
         return arrays
 
     def tensors(self) -> dict[str, Tensor]:
-        """Read the headers of the safetensors: every array that mlx-lm's model has, by name.
+        """Return the arrays that the headers of the safetensors list, by name, without towers.
 
         Raises ModelLoadFailed for a file that is not whole.
         """
-        has_towers = self.config().get("model_type") == "muse_spark"  # the only class that has them
+        has_towers = self.config().get("model_type") == "muse_spark"  # only its class keeps them
         return {
             name: tensor
             for name, tensor in self.all_tensors().items()
@@ -180,7 +178,7 @@ class Checkpoint:
                 length = int.from_bytes(content.read(8), "little")
                 there = path.stat().st_size
                 if length > min(there, HEADER_BYTES):
-                    raise ValueError("its header is cut off, or none")
+                    raise ValueError("its header is cut off or missing")
                 arrays = json.loads(content.read(length))
             arrays.pop("__metadata__", None)
             tensors = {name: _tensor(array) for name, array in arrays.items()}
@@ -215,26 +213,26 @@ class Checkpoint:
 
 
 def _tensor(array: Mapping[str, Any]) -> Tensor:
-    """Read an array's place in a header. Raises ValueError for impossible numbers."""
+    """Read an array's entry in a header. Raises ValueError for impossible numbers."""
     shape, (start, end) = array["shape"], array["data_offsets"]
     numbers = [*shape, start, end - start]
     if not all(type(number) is int and number >= 0 for number in numbers):
         raise ValueError(
-            f"an array of shape {shape!r:.60} is from byte {start!r:.20} to {end!r:.20}"
+            f"it places an array of shape {shape!r:.60} at bytes {start!r:.20} to {end!r:.20}"
         )
     return Tensor(array["dtype"], tuple(shape), end - start)
 
 
 @contextlib.contextmanager
 def reading_tokenizer(checkpoint: Listing) -> Iterator[None]:
-    """Turn errors of making a tokenizer inside, panics too, into ModelLoadFailed, except those that
-    are not about the tokenizer: Overloaded and Unavailable.
+    """Turn errors raised inside while a tokenizer is made, panics too, into ModelLoadFailed.
+    Overloaded and Unavailable, which are not about the tokenizer, are raised unchanged.
     """
     try:
         yield
     except (ModelLoadFailed, Overloaded, Unavailable):
         raise
-    except SystemExit as error:  # mlx-lm looks for a tokenizer's defaults beside the model's class
+    except SystemExit as error:  # mlx-lm imports the model's class for a tokenizer's defaults
         raise checkpoint.failed(MISSING_PACKAGE) from error
     except BaseException as error:
         noun = "tokenizer.json" if isinstance(checkpoint, Checkpoint) else "its tokenizer"
@@ -247,12 +245,12 @@ def fit_weights(
     shapes: Mapping[str, tuple[int, ...]],
     ignored: Iterable[str] = (),
 ) -> dict[str, mx.array]:
-    """Return exactly the arrays that `shapes` names, or raise ModelLoadFailed naming the misfits.
+    """Return exactly the arrays in `shapes`; raise ModelLoadFailed naming those that don't fit.
 
     Names that begin with one of `ignored` are skipped.
     """
-    # Any other unknown name is an error: an unused weight means another architecture than the
-    # config says.
+    # Any other unknown name is an error: an unused weight means that the architecture is not the
+    # one that the config says.
     skip = tuple(ignored)
     unknown = [n for n in arrays if n not in shapes and not n.startswith(skip)]
     missing = [n for n in shapes if n not in arrays]
@@ -274,9 +272,9 @@ def fit_weights(
 def dequantize(
     checkpoint: Checkpoint, arrays: Mapping[str, mx.array], quantization: Mapping[str, Any]
 ) -> dict[str, mx.array]:
-    """Unpack the weights that have `scales`, by config.json's `quantization`.
+    """Dequantize the weights that have `scales`, as config.json's `quantization` says.
 
-    Its numbers apply to all modules except those with their own. Raises ModelLoadFailed.
+    Its numbers apply to all modules except those with their own entry. Raises ModelLoadFailed.
     """
     unpacked = dict(arrays)
     for module in [n.removesuffix(".scales") for n in arrays if n.endswith(".scales")]:
@@ -296,9 +294,9 @@ def dequantize(
 def read_in_slices(
     checkpoint: Checkpoint, arrays: Iterable[mx.array], slice_bytes: int = SLICE_BYTES
 ) -> Iterator[None]:
-    """Read the arrays of an open model, one slice a step. On the lane.
+    """Read the arrays of an open model, one slice per step. Must run on the lane.
 
-    Raises ModelLoadFailed if the files turn out to lack something.
+    Raises ModelLoadFailed if the files turn out to be incomplete.
     """
     for slice_arrays in slices(arrays, slice_bytes):
         with checkpoint.blame():
@@ -307,7 +305,7 @@ def read_in_slices(
 
 
 def slices(arrays: Iterable[mx.array], slice_bytes: int) -> Iterator[list[mx.array]]:
-    """Cut arrays, in order, into lists of at most `slice_bytes`; a larger array is alone."""
+    """Cut arrays, in order, into lists of at most `slice_bytes`. A larger one has its own list."""
     slice_arrays: list[mx.array] = []
     room = slice_bytes
     for array in arrays:
@@ -345,8 +343,8 @@ def weights_bytes(
     is_packed: bool = False,
     tensors: Mapping[str, Tensor] | None = None,
 ) -> int:
-    """Count the bytes of the weights once cast, or of these `tensors` of the files alone. On a CPU
-    quantized ones become floating, unless the model `is_packed`.
+    """Count the bytes of the weights, or of these `tensors` of the files alone, in the type that
+    they are used in. On a CPU quantized weights are dequantized, unless the model `is_packed`.
 
     Raises ModelLoadFailed for files that are not whole.
     """
@@ -362,7 +360,7 @@ def weights_bytes(
             groups = math.prod(tensors[f"{module}.scales"].shape)
             total += groups * _group_size(checkpoint, module) * itemsize
         elif is_unpacked and part in ("scales", "biases"):
-            pass  # they go when the weight is unpacked
+            pass  # dropped when the weight is dequantized
         elif is_cast and tensor.dtype in _FLOATING:
             total += math.prod(tensor.shape) * itemsize
         else:
@@ -373,7 +371,7 @@ def weights_bytes(
 def must_stay_packed(
     checkpoint: Listing, device: Device, dtype: str | None, limit_bytes: int
 ) -> bool:
-    """Return True if a CPU has no room for quantized weights as floating ones.
+    """Return True if a CPU has quantized weights but no room for them dequantized.
 
     Products with quantized weights are 10 to 50 times slower there, but better than none.
     """
@@ -391,10 +389,10 @@ def kv_bytes(
     tokens: int,
     kv_bits: int | None = None,
 ) -> int:
-    """Count the bytes of KV of `tokens` tokens, at most the model's context, from its config.
+    """Estimate the bytes of KV of `tokens` tokens, or of the model's context if that is shorter.
 
-    0 if the config lacks the usual keys. `kv_bits` counts unless some layers may have sliding
-    windows or states, which stay floating.
+    Returns 0 if the config lacks the usual keys. `kv_bits` is ignored if some layers may have
+    sliding windows or states, which stay floating.
     """
     config = text_config(checkpoint.config())
     try:
@@ -411,83 +409,15 @@ def kv_bytes(
     is_plain = set(config.get("layer_types") or ()) <= {"full_attention"}
     if kv_bits is not None and group and is_plain and not config.get("sliding_window"):
         packed = head * kv_bits // 8 + 2 * itemsize * head // group
-    # One layer is counted twice: it is copied while a sequence joins or leaves.
+    # One layer is counted twice: it is copied while a sequence joins or leaves the batch.
     return 2 * (layers * packed + floating) * kv_heads * min(tokens, longest)
 
 
 def kv_group_size(head: int) -> int | None:
-    """Return the number of a head's values that share a scale and a bias in quantized KV; None if
-    the head can't be divided. mlx-lm's default is 64.
+    """Return how many values of a head share a scale and a bias in quantized KV; None if the head
+    can't be divided. mlx-lm's default is 64.
     """
     return next((size for size in KV_GROUP_SIZES if head % size == 0), None)
-
-
-def measure_kv(model: Any) -> KvCost:
-    """Return the cost of a sequence's KV, from the shapes that one token and two leave in the
-    model's caches. The passes are never evaluated.
-
-    One layer more is counted than there is, as by `kv_bytes`: as floating even if its KV is
-    quantized, since long passes make it so.
-    """
-    one, two = list(_plain(_read(model, 1))), list(_plain(_read(model, 2)))
-    layers = [_layer_cost(*both) for both in zip(one, two, strict=True)]
-    windows = list(chain.from_iterable(layer.windows for layer in layers))
-    by_most: dict[int, int] = {}
-    if windows:
-        windows.append(max(windows))
-    for token, window in windows:
-        by_most[window] = by_most.get(window, 0) + token
-    tokens, constants = [layer.token for layer in layers], [layer.constant for layer in layers]
-    # Besides the caches, a pass holds each token of the layer that it computes.
-    working = [*tokens, *(getattr(cache, "unpacked_token_bytes", 0) for cache in one)]
-    return KvCost(
-        token=sum(tokens) + max(working, default=0),
-        windows=tuple((token, window) for window, token in by_most.items()),
-        constant=sum(constants) + max(constants, default=0),
-        plane=max((layer.plane for layer in layers), default=0),
-        states=sum(layer.constant + sum(map(math.prod, layer.windows)) for layer in layers),
-    )
-
-
-def _read(model: Any, tokens: int) -> list[Any]:
-    """Return the caches as they would be after `tokens` tokens."""
-    from mlx_lm.models.cache import make_prompt_cache  # a second, and encoders have no cache
-
-    cache: list[Any] = make_prompt_cache(model)
-    model(mx.zeros((1, tokens), dtype=mx.int32), cache=cache)
-    return cache
-
-
-def _plain(caches: Sequence[Any]) -> Iterator[Any]:
-    """Yield the caches of the layers; a layer with several yields each."""
-    from mlx_lm.models.cache import CacheList
-
-    for cache in caches:
-        if isinstance(cache, CacheList):
-            yield from _plain(cache.caches)
-        else:
-            yield cache
-
-
-def _layer_cost(one: Any, two: Any) -> KvCost:
-    """Compare a layer's caches after one token and after two. There are three cases:
-
-    1. Keys and values in steps of many tokens: their shapes give the cost of one token. Those that
-       rotate or are cut into chunks state how many they keep.
-    2. Arrays that are larger after two tokens than after one grow with each.
-    3. All others are states.
-    """
-    both = getattr(one, "keys", None), getattr(one, "values", None)
-    planes: Sequence[Any] = getattr(one, "planes", both)
-    if all(isinstance(plane, mx.array) and plane.ndim == 4 for plane in planes):
-        sizes = [plane.nbytes // max(1, plane.shape[2]) for plane in planes]
-        token, plane = sum(sizes), max(sizes)
-        window = getattr(one, "max_size", None) or getattr(one, "chunk_size", None)
-        if window is None:
-            return KvCost(token, plane=plane)
-        return KvCost(windows=((token, int(window)),), plane=plane)
-    token = max(0, int(two.nbytes) - int(one.nbytes))
-    return KvCost(token, constant=max(0, int(one.nbytes) - token))
 
 
 def _checkpoint_dtype(tensors: Mapping[str, Tensor]) -> mx.Dtype:
@@ -506,7 +436,7 @@ def _group_size(checkpoint: Listing, module: str) -> int:
 
 
 def _module_quantization(quantization: Mapping[str, Any], module: str) -> Mapping[str, Any]:
-    # The config's numbers apply to all modules except those with their own.
+    # The config's numbers apply to all modules except those with an entry of their own.
     stated = quantization.get(module)
     if isinstance(stated, Mapping):
         return stated

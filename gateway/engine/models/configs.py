@@ -1,4 +1,4 @@
-"""config.json in the words of mlx-lm's classes, with transformers' values for missing keys."""
+"""Translating config.json to the keys of mlx-lm's classes, with transformers' defaults."""
 
 import math
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from gateway.engine.models.family_defaults import ROPE_KEYS, family, resolve
 from gateway.engine.models.own_classes import OWN, Classes, Make
 from gateway.engine.models.unread import check_keys
 
-# Arguments that mlx-lm's classes ask for, with the values built into transformers' classes.
+# Arguments that mlx-lm's classes require, with the values that transformers' classes have built in.
 _CONSTANTS: Final[Mapping[str, Mapping[str, Any]]] = {
     "apertus": {"mlp_bias": False, "post_norm": False, "qk_norm": True},
     "glm_moe_dsa": {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1},
@@ -22,13 +22,13 @@ _CONSTANTS: Final[Mapping[str, Mapping[str, Any]]] = {
     "solar_open": {"first_k_dense_replace": 0, "intermediate_size": 0, "use_qk_norm": False}
     | {"partial_rotary_factor": 1.0},
 }
-# Arguments that have the value of another key.
+# Arguments of mlx-lm's classes that take the value of another key.
 _EQUALS: Final = {"gpt2": {"n_ctx": "n_positions"}, "lfm2": {"block_dim": "hidden_size"}}
-# Names that transformers 5 writes and mlx-lm doesn't know.
+# transformers 5's names for kinds of layers, and mlx-lm's.
 _HYBRID: Final = {"linear_attention": "mamba", "full_attention": "attention"}
 _LAYERS: Final = {"granitemoehybrid": _HYBRID, "jamba": _HYBRID}
-# Families whose class wants the interval of layers that see all tokens, instead of a list, and the
-# name of that key.
+# Families whose class reads the interval of layers with full attention, instead of a list of
+# layers. The value is the name of that key.
 _PATTERNS: Final = {
     **dict.fromkeys(("cohere2", "gemma3_text"), "sliding_window_pattern"),
     **dict.fromkeys(("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), "full_attention_interval"),
@@ -40,9 +40,9 @@ def write_for_mlx_lm(config: dict[str, Any]) -> None:
     """Add the keys that most of mlx-lm's classes read instead of `rope_parameters` and
     `layer_types`, which transformers 5 writes (modeling_rope_utils.py).
 
-    Raises ValueError for values that such a class has no key for.
+    Raises ValueError for values that mlx-lm's class has no key for.
     """
-    # A class without these keys takes its own defaults, and answers are wrong without an error.
+    # A class that doesn't find these keys uses its defaults: answers are wrong without an error.
     rope = config.get("rope_parameters") or {}
     local, rope = rope.get("sliding_attention") or {}, rope.get("full_attention") or rope
     own = {key: rope.get(key) for key in ("rope_theta", "partial_rotary_factor")}
@@ -59,13 +59,13 @@ def write_for_mlx_lm(config: dict[str, Any]) -> None:
         stated = {key: value for key, value in scaling.items() if value is not None}
         config["rope_scaling"] = {"original_max_position_embeddings": whole, **stated}
     if rope:
-        config.setdefault("rope_scaling", None)  # some classes insist on the key
+        config.setdefault("rope_scaling", None)  # some classes require the key
     for number in (config.get("rope_theta"), (config.get("rope_scaling") or {}).get("factor")):
         if number is not None and not (isinstance(number, int | float) and 0 < number < math.inf):
-            raise ValueError(f"a rotation's rope_theta or factor is {number!r:.40}")
+            raise ValueError(f"rope_theta or a factor is {number!r:.40}, not a positive number")
     inner = config.get("attn_config") or {}  # DBRX's
     if rope.get("rope_theta") and inner.get("rope_theta", rope["rope_theta"]) != rope["rope_theta"]:
-        raise ValueError("rope_theta is not that of attn_config")
+        raise ValueError("rope_theta is not the same as in attn_config")
     if str(config.get("model_type")).startswith("minimax_m") and rope and "head_dim" in config:
         share = rope.get("partial_rotary_factor") or 1.0
         config["rotary_dim"] = int(config["head_dim"] * share)
@@ -77,13 +77,13 @@ def write_for_mlx_lm(config: dict[str, Any]) -> None:
     if name == "recurrent_gemma" and ((theta or 1e4) != 1e4 or (share or 0.5) != 0.5):
         raise ValueError(f"rope_parameters are not supported for `{name}`: {rope}")
     if is_odd or is_moved or (is_scaled and name.startswith(("gemma3", "olmo3"))):
-        raise ValueError(f"sliding_attention: other rope_parameters are not supported: {local}")
+        raise ValueError(f"rope_parameters of sliding_attention are not supported: {local}")
     _write_layers(config)
 
 
 def _write_layers(config: dict[str, Any]) -> None:
-    """Write transformers' list of kinds of layers in the form of mlx-lm's class of the family.
-    Raises ValueError if that is a repeated pattern, and the list has none.
+    """Rewrite transformers' list of layer types in the form that mlx-lm's class of the family
+    reads. Raises ValueError if the class needs a fixed interval and the list has none.
     """
     kind, types = config.get("model_type"), config.get("layer_types")
     mixtures = config.get("mlp_layer_types")
@@ -98,7 +98,7 @@ def _write_layers(config: dict[str, Any]) -> None:
     names = _LAYERS.get(str(kind), {})
     config["layer_types"] = [names.get(each, each) for each in types]
     if kind == "ministral" and "full_attention" not in types:
-        del config["layer_types"]  # the class wants one; the window bounds the context
+        del config["layer_types"]  # the class needs a full layer; the context is cut to a window
     elif kind == "exaone4" and "sliding_attention" in types:
         config["sliding_window_pattern"] = "".join(
             "G" if each == "full_attention" else "L" for each in types
@@ -111,16 +111,16 @@ def _write_layers(config: dict[str, Any]) -> None:
 
 
 def complete(config: dict[str, Any], arguments: type | None = None) -> None:
-    """Add the keys that a config lacks, with transformers' values: a key by its other name, a
-    default, a constant of its class. Lists are added only if they are among the class's
-    `arguments`.
+    """Add the keys that a config lacks, with the values that transformers would use: an alias of
+    the key, a default, or a constant of its class. Lists are added only if the class has them among
+    its `arguments`.
     """
     kind = family(config)
     aliases, resolved = resolve(config)
     listed = {field.name: field for field in fields(arguments or _Nothing)}
     others = {**aliases, **_EQUALS.get(kind, {})}
     own = {key: resolved[name] for key, name in others.items() if name in resolved}
-    if not config.keys() & (ROPE_KEYS | {"attn_config"}):  # DBRX has them there
+    if not config.keys() & (ROPE_KEYS | {"attn_config"}):  # DBRX has them in attn_config
         config["rope_parameters"] = resolved.get("rope_parameters")
     for key, value in {**resolved, **own, **_CONSTANTS.get(kind, {})}.items():
         is_plain = isinstance(value, bool | int | float | str)
@@ -138,8 +138,8 @@ class _Nothing:
 
 
 def classes_of(config: dict[str, Any]) -> Classes:
-    """Return the classes of a model and of its arguments, mlx-lm's or ours, and write the config
-    for them. Raises ValueError for a config that no class reads.
+    """Return the class of a model and that of its arguments, from mlx-lm or `own_classes`, and
+    translate the config for them in place. Raises ValueError for a config that no class supports.
     """
     kind = config.get("model_type")
     try:

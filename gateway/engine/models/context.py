@@ -1,4 +1,6 @@
-"""The context of a model, as stated by its files and lowered by models.yaml; without mlx."""
+"""A model's context in tokens: the value that its files state, lowered by models.yaml. This module
+doesn't import mlx.
+"""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -11,15 +13,15 @@ from gateway.engine.models.gguf.architectures import read_config
 from gateway.engine.models.gguf.header import read_header
 from gateway.registry import is_gguf
 
-# The context of a pair, unless models.yaml has another limit; as in Qwen3's card.
+# The most tokens of a reranker's pair if models.yaml has no limit: the value in Qwen3's card.
 PAIR_TOKENS: Final = 8192
 LLAMAS: Final = ("eurobert", "llama", "mistral", "qwen2", "qwen3")
-# Families' names for the context: most, DBRX, GPT-2's kin.
+# The config's key for the context: of most families, of DBRX, and of GPT-2 and its kin.
 POSITIONS: Final = ("max_position_embeddings", "max_seq_len", "n_positions")
-# Families that have windows in transformers and none in mlx-lm. The first have them whenever
-# `sliding_window` is a number; the value is transformers' default for a config without the key. The
-# others have a further condition; the value is transformers' `max_window_layers`, the first layer
-# with one.
+# Families that have windows in transformers and none in mlx-lm. Those in WINDOWED have them
+# whenever `sliding_window` is a number; the value here is transformers' default for a config
+# without the key. Those in SWITCHED have a further condition; the value here is transformers'
+# default for `max_window_layers`, the first layer with a window.
 WINDOWED: Final = {
     "gemma2": 4096,
     "mistral": 4096,
@@ -40,21 +42,21 @@ SWITCHED: Final = {
 
 
 def full_attention_share(config: Mapping[str, Any]) -> float:
-    """Return the share of the layers whose KV grows by the token: the others have windows, or
+    """Return the share of layers whose KV grows with every token. The others have windows or
     states.
     """
     layers = config.get("layer_types")
     if layers:
         return float(layers.count("full_attention") / len(layers))
-    # Gemma's key, and Qwen's: one layer of this number attends to all tokens.
+    # Gemma's key, and Qwen's: every nth layer attends to all tokens.
     every: int = config.get("sliding_window_pattern") or config.get("full_attention_interval") or 1
     return 1 / every
 
 
 def lower_context(config: Mapping[str, Any], asked: int | None) -> int | None:
-    """Return the most tokens of a prompt with its answer, at most the config's stated context:
-    `asked`, or else the length up to which mlx-lm's class follows the config. None if nothing
-    states it.
+    """Return the most tokens of a prompt with its answer. This is `asked` or, if that is None, the
+    length up to which mlx-lm's class follows the config, but never more than the config's stated
+    context. None if there is no limit.
     """
     text = text_config(config)
     stated = next((text[key] for key in POSITIONS if text.get(key)), None)
@@ -65,7 +67,7 @@ def lower_context(config: Mapping[str, Any], asked: int | None) -> int | None:
 @dataclass(frozen=True, slots=True)
 class Limit:
     """The length, in tokens, up to which mlx-lm's class follows the config, and the key that it
-    ignores beyond.
+    ignores in longer texts.
     """
 
     tokens: int
@@ -73,7 +75,7 @@ class Limit:
 
 
 def list_limits(config: Mapping[str, Any]) -> list[Limit]:
-    """List the limits of a decoder's context, besides its stated positions; the least first."""
+    """List the limits of a decoder's context, other than its stated positions, lowest first."""
     text = text_config(config)
     found = [Limit(window, "sliding_window") for window in (ignored_window(text),) if window]
     scaling = text.get("rope_scaling") or text.get("rope_parameters") or {}
@@ -83,9 +85,9 @@ def list_limits(config: Mapping[str, Any]) -> list[Limit]:
             "original_max_position_embeddings"
         )
         if original and int(original) < int(text.get("max_position_embeddings") or 0):
-            # Longer texts are rotated by other factors from their first token on.
+            # Longer texts are rotated by other factors, from their first token on.
             found.append(Limit(int(original), "long_factor"))
-    if config.get("model_type") == "llama4_text":  # Llama 4's own class has both
+    if config.get("model_type") == "llama4_text":  # the class for `llama4` has both
         found += [
             Limit(int(text.get(key) or 8192), key)  # transformers' default of both
             for key in ("attention_chunk_size", "floor_scale")
@@ -95,7 +97,7 @@ def list_limits(config: Mapping[str, Any]) -> list[Limit]:
 
 
 def pair_context(config: Mapping[str, Any], lowered: int | None) -> int:
-    """Return the most tokens of a pair that a causal model with this config scores by labels."""
+    """Return the most tokens of a pair that a causal model with this config scores."""
     positions = lower_context(config, lowered) or PAIR_TOKENS
     return min(positions, lowered or PAIR_TOKENS)
 
@@ -103,14 +105,14 @@ def pair_context(config: Mapping[str, Any], lowered: int | None) -> int:
 def read_context(
     files: Path, lowered: int | None, limit: Callable[..., int | None] = lower_context
 ) -> int | None:
-    """Return the context of a model's folder or GGUF file, by one of the functions above; None if
-    nothing states it. Raises any exception for wrong files.
+    """Return the context of a model's folder or GGUF file, as `limit` computes it; None if nothing
+    states it. Faulty files may raise any exception.
     """
     return limit(read_files(files), lowered)
 
 
 def read_files(files: Path) -> Mapping[str, Any]:
-    """Return the config of a model's folder or GGUF file. Raises any exception for wrong files."""
+    """Return the config of a model's folder or GGUF file. Faulty files may raise any exception."""
     if is_gguf(files.name):
         return read_config(read_header(files))
     config: Mapping[str, Any] = json.loads((files / "config.json").read_text(encoding="utf-8"))
@@ -120,13 +122,13 @@ def read_files(files: Path) -> Mapping[str, Any]:
 
 def text_context(config: Mapping[str, Any]) -> int:
     """Return the most tokens of a text that a decoder with this config embeds."""
-    # Each token sees all before it in texts that are no longer than a window.
+    # A window changes nothing in texts that are no longer than the window.
     limits = [limit.tokens for limit in list_limits(config)]
     return min([int(config["max_position_embeddings"]), *limits])
 
 
 def ignored_window(text: Mapping[str, Any]) -> int | None:
-    """Return the window of tokens that a token sees, if mlx-lm's class would let it see all."""
+    """Return the window that transformers applies and mlx-lm's class ignores, or None."""
     kind, layers = str(text.get("model_type")), text.get("layer_types")
     if kind not in WINDOWED and not (kind in SWITCHED and _has_windows(kind, text, layers)):
         return None
@@ -138,12 +140,12 @@ def ignored_window(text: Mapping[str, Any]) -> int | None:
 
 def _has_windows(kind: str, text: Mapping[str, Any], layers: Sequence[str] | None) -> bool:
     """Return True if a layer has a window, as transformers' config classes decide it."""
-    if kind == "ministral":  # the class has windows if a layer has none
+    if kind == "ministral":  # mlx-lm's class has windows if some layer has none
         return "full_attention" not in (layers or ())
-    if layers and kind != "qwen3_moe":  # the config has no such list
+    if layers and kind != "qwen3_moe":  # qwen3_moe's config has no such list
         return "sliding_attention" in layers
     if not (kind == "dots1" or text.get("use_sliding_window")):
         return False
-    # The other families have windows in all layers, or in layers from one on.
+    # The other families have windows in all layers, or from layer `max_window_layers` on.
     first = text.get("max_window_layers", SWITCHED[kind]) if SWITCHED[kind] else 0
     return int(first) < int(text.get("num_hidden_layers") or 0)

@@ -1,5 +1,5 @@
-"""Faults of mlx-lm's classes, corrected in a model that was built: one function each, with its
-source. docs/upstream.md has a reproduction of each.
+"""Corrections of faults in mlx-lm's classes, made in a built model: one function for each, with its
+source. docs/upstream.md has a reproduction of each fault.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -28,9 +28,9 @@ _ROUTER_BIAS: Final = "model.layers.{}.mlp.moe_statics.e_score_correction_bias"
 def correct(
     model: Any, text: Mapping[str, Any], weights: Mapping[str, mx.array], context: int | None
 ) -> None:
-    """Correct mlx-lm's model for a context of `context` tokens. `text` is its language model's
-    config and `weights` are the files' arrays. On the lane. Raises ValueError for parts that cannot
-    be corrected.
+    """Correct the faults of an mlx-lm model for a context of `context` tokens. `text` is the
+    language model's config and `weights` are the files' arrays. Must run on the lane. Raises
+    ValueError for faults that cannot be corrected.
     """
     reads = reader_of(type(model))
     correct_ropes(model, text, reads, context)
@@ -41,13 +41,13 @@ def correct(
     elif kind == "falcon_h1":
         _scale_keys(model, float(text["key_multiplier"]))
     elif kind == "minicpm3" and text.get("tie_word_embeddings"):
-        # transformers scales the head's input down whether the head is tied or not; nothing else
-        # takes it.
+        # transformers scales the head's input down whether the head is tied or not. Only the head
+        # takes the norm's output, so the norm is scaled here.
         model.model.norm.weight *= text["dim_model_base"] / text["hidden_size"]
 
 
 class GatedMLP(Module):
-    """A gated MLP with another activation than its class has built in."""
+    """A gated MLP with another activation than the one that its class has built in."""
 
     def __init__(self, mlp: Any, activation: Activation) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # its stub has no types
@@ -55,22 +55,20 @@ class GatedMLP(Module):
         self._activation = activation
 
     def __call__(self, x: mx.array) -> mx.array:
-        """Return (…, width) for (…, width)."""
+        """Map (…, width) to (…, width)."""
         gated: mx.array = self.down_proj(self._activation(self.gate_proj(x)) * self.up_proj(x))
         return gated
 
 
 class Gate(Module):
-    """The product of an activation and the other half, in the form that a mixture's experts
-    call.
-    """
+    """A module that computes activation(gate) * x, for mlx-lm's SwitchGLU to call."""
 
     def __init__(self, activation: Activation) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # its stub has no types
         self._activation = activation
 
     def __call__(self, x: mx.array, gate: mx.array) -> mx.array:
-        """Return (…, width) for two of (…, width)."""
+        """Return activation(gate) * x for two arrays of the same shape."""
         return self._activation(gate) * x
 
 
@@ -79,7 +77,7 @@ def _correct_activation(model: Any, text: Mapping[str, Any], reads: Callable[[st
     for key in ("hidden_act", "hidden_activation"):
         built_in = _ACTIVATIONS.get(str(default_of(text, key)[1]))
         stated = text.get(key)
-        is_own = text.get("model_type") == "gpt_oss"  # transformers has it built in, too
+        is_own = text.get("model_type") == "gpt_oss"  # transformers also has it built in
         if stated is None or built_in is None or is_own or reads(key):
             continue
         activation = _ACTIVATIONS.get(str(stated))
@@ -104,20 +102,20 @@ def _gated(model: Any) -> Iterator[tuple[Any, str, Any]]:
 
 
 class Mixture(Module):
-    """A mixture of experts that are chosen and weighted as transformers does it."""
+    """A mixture whose experts are chosen and weighted as in transformers."""
 
     def __init__(self, mixture: Any, bias: mx.array | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # its stub has no types
         dict.update(self, mixture)
         self._is_jamba = "router" in mixture
         self._chosen: int = mixture.num_experts_per_tok if self._is_jamba else mixture.k
-        self._bias = bias  # float32 for weights of any type, as in transformers
+        self._bias = bias  # float32 whatever type the weights have, as in transformers
 
     def __call__(self, x: mx.array) -> mx.array:
-        """Return (…, width) for (…, width)."""
+        """Map (…, width) to (…, width)."""
         router = self.router if self._is_jamba else self.gate
         logits = router(x).astype(mx.float32)
-        # mlx-lm weighs Jamba's experts among the chosen ones alone.
+        # mlx-lm takes Jamba's softmax only over the chosen experts, transformers over all.
         scores = mx.softmax(logits, axis=-1) if self._is_jamba else self.gate_act(logits)
         ranks = scores if self._bias is None else scores + self._bias
         chosen = mx.argpartition(-ranks, kth=self._chosen - 1, axis=-1)[..., : self._chosen]
@@ -130,8 +128,8 @@ class Mixture(Module):
 
 
 def _correct_routers(model: Any, weights: Mapping[str, mx.array]) -> None:
-    """Choose and weigh experts as transformers does it: mlx-lm drops the biases of ERNIE 4.5's
-    choice (https://arxiv.org/abs/2408.15664), and normalizes the weights of Jamba's.
+    """Choose and weight experts as transformers does. mlx-lm drops the biases by which ERNIE 4.5
+    chooses (https://arxiv.org/abs/2408.15664), and normalizes the weights of Jamba's experts.
     """
     for index, layer in enumerate(model.layers):
         name = "feed_forward" if "feed_forward" in layer else "mlp"
@@ -143,8 +141,8 @@ def _correct_routers(model: Any, weights: Mapping[str, mx.array]) -> None:
 
 
 def _scale_keys(model: Any, multiplier: float) -> None:
-    """Scale the scores of Falcon-H1's attention by its keys' multiplier, which mlx-lm looks for
-    under another name than the files have: transformers, models/falcon_h1.
+    """Scale Falcon-H1's attention scores by the multiplier of its keys, which mlx-lm looks for
+    under another name than the files use: transformers, models/falcon_h1.
     """
     for layer in model.layers:
         layer.self_attn.scale *= multiplier

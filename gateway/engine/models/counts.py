@@ -1,7 +1,7 @@
-"""Numbers in a model's files that decide sizes: each is bounded before it is used.
+"""Bounds for the numbers in a model's files that decide sizes, checked before the numbers are used.
 
-A number's name tells its cost. Python makes each layer and runs each loop; memory has a place for
-each head and each expert; a width is that of an array in the files, a context that of none.
+A number's name decides its bound. Each layer and each loop costs Python objects and time; each head
+and each expert costs memory; a width is limited by the arrays in the files, a context by none.
 """
 
 import contextlib
@@ -14,10 +14,10 @@ from typing import Any, Final
 MOST_LAYERS: Final = 1000
 MOST_PARTS: Final = 1 << 14
 MOST_WIDTH: Final = 1 << 24  # the largest vocabularies have 2^18 tokens
-MOST_POSITIONS: Final = 131_072  # the most if a table has a row for each
+MOST_POSITIONS: Final = 131_072  # the most if a table has a row for each position
 MOST_CONTEXT: Final = (1 << 31) - 1
 
-# The first pattern that fits a whole name counts.
+# The first pattern that matches a whole name decides its bounds.
 _BOUNDS: Final = tuple(
     (re.compile(pattern), least, most)
     for pattern, least, most in (
@@ -36,7 +36,7 @@ _DEPTHS: Final = frozenset(
     {"num_hidden_layers", "n_layers", "n_layer", "num_layers", "num_transformer_layers"}
 )
 _LAYER: Final = re.compile(r"^(.*?)(?:^|\.)(\d+)(?:\.|$)")
-# A class has some 15 modules for the 10 arrays of a layer.
+# These limits are generous: a class has about 15 modules for the 10 arrays of a layer.
 _MODULES: Final = 1000
 _MODULES_PER_ARRAY: Final = 50
 
@@ -48,7 +48,7 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def bound_of(key: str) -> tuple[int, int] | None:
-    """Return the least and the most that a key of config.json may be; None if it sizes nothing."""
+    """Return the least and greatest value of a key of config.json; None if it decides no size."""
     return next(((least, most) for name, least, most in _BOUNDS if name.fullmatch(key)), None)
 
 
@@ -86,27 +86,28 @@ def read_count(config: Mapping[str, Any], key: str, most: int) -> int:
 
 
 def check_depth(config: Mapping[str, Any], arguments: type, names: Iterable[str]) -> None:
-    """Raise ValueError if a class of these arguments would build more layers than there are layer
+    """Raise ValueError if a model with these arguments would have more layers than there are layer
     numbers in the arrays' names.
     """
-    # Keys are the names before the layer's number; some layers may have no arrays.
+    # The number of layers, by the part of a name before its layer number. Some layers may have no
+    # arrays.
     depths: dict[str, int] = {}
     for match in filter(None, map(_LAYER.match, names)):
         depths[match[1]] = max(depths.get(match[1], 0), 1 + int(match[2][:9]))
     layers = sum(depths.values())
     text = config.get("text_config") or config
-    # The class of a multimodal model has its language model's config as one argument.
+    # A multimodal model's class takes the whole config of its language model as one argument.
     read = {field.name for field in fields(arguments)} if text is config else text.keys()
     for key in _DEPTHS & read & text.keys():
         depth = text[key]
         if isinstance(depth, int) and depth > layers:
-            raise ValueError(f"{key} is {depth}, and the weights are those of {layers:,} layers")
+            raise ValueError(f"{key} is {depth}, but the weights are those of {layers:,} layers")
 
 
 @contextlib.contextmanager
 def bounding_modules(arrays: int) -> Iterator[None]:
-    """While entered, raise ValueError for a model of many more modules than the files have arrays.
-    On the lane, where nothing else makes a module meanwhile.
+    """While entered, raise ValueError when a model is built with far more modules than the files
+    have arrays. Must run on the lane, where nothing else makes modules meanwhile.
     """
     from mlx.nn.layers.base import Module
 
@@ -118,7 +119,7 @@ def bounding_modules(arrays: int) -> Iterator[None]:
         nonlocal made
         made += 1
         if made > most:
-            raise ValueError(f"it describes over {most:,} modules, and has {arrays:,} weights")
+            raise ValueError(f"it describes over {most:,} modules, but has only {arrays:,} weights")
         begin(module)
 
     kind.__init__ = count

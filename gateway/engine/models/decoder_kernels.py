@@ -1,9 +1,9 @@
-"""Faster functions of decoders, instead of mlx-lm's. On a CPU: SwiGLU and attention, as mlx's exp
-goes one by one there, and so do its products with quantized keys. Several projections of one input
-as one product, if models.yaml says so.
+"""Faster replacements for functions of mlx-lm's decoders.
 
-SwiGLU and softmax take a third to a half of a prefill there. Metal and CUDA have fast kernels of
-their own, and keep mlx-lm's functions.
+On a CPU, SwiGLU and attention are replaced: there, mlx computes exp, and products with quantized
+keys, one element at a time, and SwiGLU and softmax take a third to a half of a prefill. Metal and
+CUDA have fast kernels and keep mlx-lm's functions. On any device, several projections of one input
+are fused into one product if models.yaml says so.
 """
 
 import sys
@@ -25,23 +25,25 @@ from gateway.engine.models.rotations import rotate
 _own_swiglu: Final[Any] = activations.swiglu
 _own_attention: Final[Any] = base.scaled_dot_product_attention
 
-# The rows of one compiled product: a function is traced anew for each shape, and traces are kept.
+# The compiled SwiGLU gets at most this many rows: mx.compile traces a function anew for each shape,
+# and keeps all traces.
 _ROWS: Final = 64
-# The queries that attend at a time: their scores stay in the processor's cache, and under a causal
-# mask the keys after them are left out. Below the second number mlx's own attention is as fast.
+# Attention is computed for this many queries at a time: their scores stay in the processor's cache,
+# and under a causal mask the keys after them are left out. Below _FEWEST_QUERIES, mlx's own
+# attention is as fast.
 _QUERIES: Final = 64
 _FEWEST_QUERIES: Final = 16
 _Packed: TypeAlias = tuple[mx.array, mx.array, mx.array]  # codes, scales and biases of mx.quantize
-# The score of a masked place: the lowest, except -inf, which would make NaN of a row that is all
-# padding.
+# The score of a masked position: the lowest finite number, as -inf would make NaN of a row that is
+# all padding.
 _MASKED: Final = mx.finfo(mx.float32).min
 
 
 def swiglu(gate: mx.array, x: mx.array) -> mx.array:
-    """Return silu(gate) * x, as mlx-lm's `swiglu` does, by which it is computed for all types but
-    float32.
+    """Return silu(gate) * x, as mlx-lm's `swiglu` does. Types other than float32 are left to
+    mlx-lm.
 
-    The error is below 3e-7 times |gate|, or times one if that is more.
+    The error is below 3e-7 * max(|gate|, 1).
     """
     if gate.dtype != mx.float32 or x.dtype != mx.float32 or gate.shape != x.shape:
         product: mx.array = _own_swiglu(gate, x)
@@ -69,12 +71,11 @@ def attend(
     mask: mx.array | str | None,
     sinks: mx.array | None = None,
 ) -> mx.array:
-    """Return attention as mlx-lm's `scaled_dot_product_attention` does: computed here for long
-    float32 passes and for quantized keys. Few queries, sinks and additive masks are left to
-    mlx-lm's.
+    """Return attention as mlx-lm's `scaled_dot_product_attention` does. Long float32 passes and
+    quantized keys are computed here; few queries, sinks and additive masks are left to mlx-lm.
 
-    Queries are (rows, heads, tokens, size), keys and values (rows, heads of their own, places,
-    size), or the packed form of `attend_packed`.
+    Queries are (rows, heads, tokens, size). Keys and values are (rows, KV heads, places, size), or
+    have the quantized form that `attend_packed` describes.
     """
     is_ours = sinks is None and _is_plain(mask)
     if is_ours and hasattr(cache, "bits"):
@@ -108,10 +109,10 @@ def _is_plain(mask: mx.array | str | None) -> bool:
 def _attend_block(
     queries: mx.array, keys: mx.array, values: mx.array, allowed: mx.array | None
 ) -> mx.array:
-    """Attend with queries that log2(e) and the scale are multiplied into.
+    """Return attention for queries that are already multiplied by the scale and by log2(e).
 
-    Heads that share keys are one product. The division by the sum comes after the product with the
-    values: there is less to divide.
+    All heads that share keys are computed in one product. The division by the sum comes after the
+    product with the values, where there are fewer numbers to divide.
     """
     rows, heads, tokens, size = queries.shape
     shared = keys.shape[1]
@@ -133,11 +134,12 @@ def attend_packed(
     bits: int,
     group_size: int,
 ) -> mx.array:
-    """Attend to keys and values of 8 or 4 bits. mlx's products with those go number by number on a
-    CPU; here codes are multiplied as floats, and scales and biases are applied to the products.
+    """Return attention for keys and values quantized to 8 or 4 bits. mlx computes products with
+    these one number at a time on a CPU; here codes are multiplied as floats, and scales and biases
+    are applied to the products.
 
-    Queries are (rows, heads, tokens, size). Keys and values have codes, (rows, heads of their own,
-    places, size * bits / 32) uint32, then scales and biases, (rows, …, places, size / group_size).
+    Queries are (rows, heads, tokens, size). Keys and values are codes, (rows, KV heads, places,
+    size * bits / 32) uint32, then scales and biases, (rows, KV heads, places, size / group_size).
     """
     rows, heads, tokens, size = queries.shape
     shared, places = keys[0].shape[1:3]
@@ -169,8 +171,9 @@ def attend_packed(
 
 
 def _codes(packed: mx.array, group: int, bits: int, group_size: int) -> list[mx.array]:
-    """Return a group's codes as floats, (rows, heads, places, n) each: with 4 bits, those of even
-    places, then those of odd ones. The first code is in the lowest bits, of a little-endian word.
+    """Return a group's codes as float arrays, (rows, heads, places, n): one for 8 bits; for 4 bits,
+    the codes at even indices and those at odd ones. The first code is in the lowest bits of a
+    little-endian word.
     """
     words = group_size * bits // 32
     codes = mx.view(packed[..., group * words : (group + 1) * words], mx.uint8)
@@ -179,10 +182,10 @@ def _codes(packed: mx.array, group: int, bits: int, group_size: int) -> list[mx.
 
 
 def use_cpu_kernels(model: Any) -> None:
-    """Let `swiglu` and `attend` compute in a model of mlx-lm's, and in all others of its class, and
-    `rotate` in all models.
+    """Use `swiglu` and `attend` in a model of mlx-lm's, and in all models with the same classes,
+    and `rotate` in all models.
 
-    mlx-lm's modules import the first two by name, so the names are set in those modules.
+    mlx-lm's modules import the first two by name, so they are replaced in those modules.
     """
     mlx: Any = mx
     mlx.fast.rope = rotate
@@ -196,13 +199,13 @@ def use_cpu_kernels(model: Any) -> None:
                 setattr(module, name, ours)
 
 
-# The projections that mlx-lm's attention and MLP modules call with one and the same input.
+# Names of the projections that mlx-lm's attention and MLP modules call with the same input array.
 _GROUPS: Final = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-_ARRAYS: Final = ("weight", "bias", "scales", "biases")  # outputs are their first axis
+_ARRAYS: Final = ("weight", "bias", "scales", "biases")  # arrays whose first axis is the outputs
 
 
 class _Product:
-    """One product of several projections, each of which takes its own part once."""
+    """A product that computes several projections at once. Each projection takes its part once."""
 
     def __init__(self, linear: Module, widths: Sequence[int]) -> None:
         self._linear: Any = linear
@@ -211,7 +214,7 @@ class _Product:
         self._parts: dict[int, mx.array] = {}
 
     def take(self, index: int, x: mx.array) -> mx.array:
-        """Return a part of the product with `x`, which is computed at the first call."""
+        """Return one projection of `x`. The product is computed when the first part is taken."""
         if x is not self._input or index not in self._parts:
             parts = mx.split(self._linear(x), self._stops, axis=-1)
             self._input, self._parts = x, dict(enumerate(parts))
@@ -222,7 +225,7 @@ class _Product:
 
 
 class FusedProjection(Module):
-    """A projection that is part of a product. The first holds the weights of all, as `fused`."""
+    """One of several projections fused into a product. The first holds all weights, as `fused`."""
 
     def __init__(self, product: _Product, index: int, fused: Module | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # its stub has no types
@@ -237,11 +240,11 @@ class FusedProjection(Module):
 
 
 def fuse_projections(model: Any) -> Generator[None, None, int]:
-    """Fuse the projections that can be fused in mlx-lm's model, a group a step; return the number
-    of groups.
+    """Fuse projections of the same input in an mlx-lm model, one group per step; return the number
+    of fused groups.
 
-    Results differ from those of the separate products by rounding. A projection stays alone if no
-    other of its group has its number format. On the lane.
+    Results differ from those of separate products by rounding. A projection is left alone if no
+    other in its group has its number format. Must run on the lane.
     """
     count = 0
     for module in model.modules():
@@ -259,7 +262,7 @@ def fuse_projections(model: Any) -> Generator[None, None, int]:
 
 
 def _alike(module: Module, group: Sequence[str]) -> list[list[str]]:
-    """Return lists of those projections in a module's group that can be one."""
+    """Return lists of the names in a module's group whose projections can be fused."""
     forms: dict[tuple[Any, ...], list[str]] = {}
     for name in group:
         part = module.get(name)
@@ -269,15 +272,15 @@ def _alike(module: Module, group: Sequence[str]) -> list[list[str]]:
 
 
 def _form(part: Any) -> tuple[Any, ...]:
-    """Return the properties that projections must share: their arrays' types, inputs, and
-    quantization.
+    """Return the properties that fused projections must have in common: their arrays' types,
+    inputs, and quantization.
     """
     arrays = [(name, part[name].dtype, part[name].shape[1:]) for name in _ARRAYS if name in part]
     return type(part), *arrays, *quantization_of(part)
 
 
 def _concatenate(parts: Sequence[Any]) -> Module:
-    """Return the first module, with the arrays of all."""
+    """Concatenate the arrays of all modules into the first, and return it."""
     fused: Module = parts[0]
     for name in _ARRAYS:
         if name in fused:

@@ -1,4 +1,6 @@
-"""A decoder that mlx-lm knows, opened to be fast on this device; long passes of it cut in parts."""
+"""Loading one of mlx-lm's decoders in the form that is fast on a device, and evaluating its long
+passes in parts.
+"""
 
 import math
 import re
@@ -38,15 +40,15 @@ def open_decoder(
     note: Callable[[str], None] | None = None,
     classes: Callable[[dict[str, Any]], tuple[Any, type]] = classes_of,
 ) -> tuple[Any, dict[str, Any]]:
-    """Return mlx-lm's model, its weights not read yet, and its config. On the lane. No text will
-    have over `context` tokens. `classes` picks the model's class by its config. Code from the
-    folder is never run. Raises ModelLoadFailed.
+    """Return mlx-lm's model, whose weights are not read yet, and its config. Must run on the lane.
+    No text will be longer than `context` tokens. `classes` returns the model's class for a config.
+    Code from the folder is never run. Raises ModelLoadFailed.
     """
-    weights = checkpoint.weights()  # refuses a folder without whole safetensors, by name
-    checkpoint.config()  # refuses numbers beyond their bounds, by name
+    weights = checkpoint.weights()  # refuses a folder without whole safetensors, naming the file
+    checkpoint.config()  # refuses numbers beyond their bounds, naming the key
 
     def bounded_classes(config: dict[str, Any]) -> tuple[Any, type]:
-        # mlx-lm's classes and transformers differ in their values for a missing key.
+        # The weights decide, as mlx-lm's classes and transformers have different defaults for it.
         config.setdefault("tie_word_embeddings", not any(map(_HEAD.search, weights)))
         chosen = classes(config)
         check_depth(config, chosen[1], weights)
@@ -76,12 +78,12 @@ class Numbers:
 
     dtype: str | None = None  # None: the checkpoint's own type
     is_packed: bool = False  # weights stay quantized on a CPU too: `must_stay_packed` decides
-    is_fused: bool = False  # projections of one input are one product
+    is_fused: bool = False  # projections of the same input are fused into one product
     kv_bits: int | None = None
 
     @classmethod
     def of(cls, spec: ChatSpec, *, is_packed: bool) -> "Numbers":
-        """Return the numbers that models.yaml sets for a model."""
+        """Return the number formats that models.yaml sets for a model."""
         fused, bits = spec.fuse_projections, spec.kv_bits
         return cls(dtype=spec.weights_dtype, is_packed=is_packed, is_fused=fused, kv_bits=bits)
 
@@ -96,12 +98,12 @@ def read_decoder(
     context: int | None = None,
     note: Callable[[str], None] | None = None,
 ) -> Generator[None, None, Any]:
-    """Read mlx-lm's model of a folder or a GGUF file, in steps: only this rank's part of a shared
-    one. On the lane.
+    """Read a folder or a GGUF file as mlx-lm's model, in steps; with a `share`, only this rank's
+    part of it. Must run on the lane.
 
-    No text will have over `context` tokens. `note` is called with a sentence on weights that
-    nothing reads. Quantized weights that the device has no kernel for become floating; `report` is
-    called with them. The KV is not quantized yet. Raises ModelLoadFailed.
+    No text will be longer than `context` tokens. `note` is called with a sentence for each kind of
+    weights that nothing reads. Quantized weights that the device has no kernel for are dequantized,
+    and `report` is called with them. The KV is not quantized yet. Raises ModelLoadFailed.
     """
     if isinstance(checkpoint, GgufCheckpoint):
         if share is not None:
@@ -134,7 +136,7 @@ def is_known(architecture: str) -> bool:
 
 
 def parameters(model: Any) -> list[mx.array]:
-    """List every array a model holds, those that it computes for itself last."""
+    """List every array of a model. Those that it computes by itself come last."""
     named: Any = tree_flatten(model.parameters())
     own = [value for module in model.modules() for key, value in module.items() if key[0] == "_"]
     return [array for _, array in named] + [each for each in own if isinstance(each, mx.array)]
@@ -147,8 +149,8 @@ def floating_dtype(model: Any) -> mx.Dtype:
 
 
 class LayerGroups:
-    """Evaluates passes of a model in parts, groups of layers: one part for each `pass_s` that the
-    last pass took.
+    """Evaluates a pass of a model in groups of layers: one group for each `pass_s` seconds that the
+    last pass took. With None, passes are never divided.
     """
 
     def __init__(self, pass_s: float | None) -> None:
@@ -157,7 +159,7 @@ class LayerGroups:
 
     @contextmanager
     def applied(self, model: Any) -> Iterator[None]:
-        """While entered, one pass of a model is built and evaluated, and timed."""
+        """While entered, one pass is built: evaluate it in groups of layers, and time it."""
         if self._pass_s is None:
             yield
             return
@@ -171,8 +173,8 @@ class LayerGroups:
 @contextmanager
 def _evaluating(layers: list[Any], size: int) -> Iterator[None]:
     """While entered, evaluate the output of every `size`th layer as soon as it is built."""
-    # Python looks `__call__` up on the class, so it is replaced there: on the lane's thread, where
-    # nothing else runs a model meanwhile.
+    # Python looks `__call__` up on the class, so it is replaced there. This is safe on the lane's
+    # thread: nothing else runs a model meanwhile.
     if size >= len(layers):
         yield
         return

@@ -1,11 +1,11 @@
-"""Activations, attention and normalization, one choice per device, made at load.
+"""Activations, attention and normalization, chosen for the device when a model is loaded.
 
-mlx computes exp, erf and tanh one element at a time on a CPU (10 to 60 ns each), and sums, products
-and shifts with vectors (0.1 ns), one pass over the array for each. So on a CPU the three are made
-of few sums, products and shifts, which `mx.compile` turns into a pass or two (2.2 times as fast for
-GELU, 1.7 for exp) if it finds a g++; on Metal and CUDA mlx's own are the fast ones. One trace
-serves all shapes. Normalizations are not compiled: they would take twice as long, as mlx makes slow
-loops of broadcasts.
+On a CPU, mlx computes exp, erf and tanh one element at a time (10 to 60 ns each), but sums,
+products and shifts with vector instructions (0.1 ns), in one pass over the array for each
+operation. So on a CPU these three are built here from few sums, products and shifts. If
+`mx.compile` finds a g++, it fuses those into one or two passes (2.2 times as fast for GELU, 1.7 for
+exp), with one trace for all shapes. Normalizations are not compiled: mlx turns broadcasts into slow
+loops, which would take twice as long. On Metal and CUDA mlx's own functions are fast.
 """
 
 import math
@@ -21,27 +21,29 @@ from mlx.nn.layers import activations
 from gateway.engine.device import Device
 
 LOG2_E: Final = math.log2(math.e)
-# The exponents are clipped to these bounds.
+# The bounds that the exponents of `exp2` are clipped to.
 LEAST: Final = -125.0
 MOST: Final = 126.0
 
-# 2^f on [-0.5, 0.5], relative error 1e-7: least squares, reweighted towards the largest
-# error. Range reduction after Cody and Waite, Software Manual for the Elementary Functions.
+# Coefficients for 2^f on [-0.5, 0.5], with a relative error of 1e-7: fitted by least squares,
+# reweighted towards the largest error. The range reduction is that of Cody and Waite, Software
+# Manual for the Elementary Functions.
 _EXP2: Final = (0.693146978, 0.240222421, 0.0555073375, 0.00967151272, 0.0013264726)
 # Adding 1.5 * 2^23 rounds a float32 to the nearest integer and leaves it in the low bits.
 _ROUND: Final = 1.5 * 2.0**23
 
 
 def exp2(x: mx.array) -> mx.array:
-    """2 to the x, relative error below 3e-7, for float32; x is clipped to LEAST and MOST."""
+    """Return 2^x for float32 with a relative error below 3e-7. x is clipped to LEAST and MOST."""
     shifted, power = _split(x)
     return _scaled(shifted.view(mx.int32), power.view(mx.int32)).view(mx.float32)
 
 
-# Two functions are compiled: a view in one would tie its trace to one shape, and traces are kept.
+# Compiled as two functions, because a view inside a compiled function would tie its trace to one
+# shape, and mlx keeps every trace.
 @partial(mx.compile, shapeless=True)
 def _split(x: mx.array) -> tuple[mx.array, mx.array]:
-    """Return x with its whole part in the lowest bits, and 2 to the power of the rest."""
+    """Return x's integer part in the lowest bits of a float, and 2 to the power of the rest."""
     x = mx.clip(x, LEAST, MOST)
     shifted = x + _ROUND
     fraction = x - (shifted - _ROUND)
@@ -53,7 +55,7 @@ def _split(x: mx.array) -> tuple[mx.array, mx.array]:
 
 @partial(mx.compile, shapeless=True)
 def _scaled(shifted: mx.array, power: mx.array) -> mx.array:
-    """Add the whole part to the exponent bits."""
+    """Add the integer part to the exponent bits of `power`."""
     return (shifted << 23) + power
 
 
@@ -62,19 +64,20 @@ Attention = Callable[[mx.array, mx.array, mx.array, mx.array | None], mx.array]
 # The arguments are x (rows, dimensions), weight, bias, epsilon.
 Normalization = Callable[[mx.array, mx.array, mx.array | None, float], mx.array]
 
-# The number added to the score of a padding token: far below any score, far above -inf, which would
-# make NaN of inf - inf.
+# The number added to the score of a padding token: far below any score, but finite, since -inf
+# could lead to inf - inf, which is NaN.
 PADDING_SCORE: Final = -1e9
-# Texts beyond LONG tokens attend in blocks of queries on a CPU: the scores stay in the cache
-# (MiniLM is 1.3 times as fast at 512 tokens; at 160 it would be a little slower), and those of a
-# very long text never fill memory. 64 take twice the memory of 32 and are no faster.
+# On a CPU, attention for texts of more than LONG tokens is computed for QUERY_BLOCK queries at a
+# time. The scores stay in the processor's cache (MiniLM is 1.3 times as fast at 512 tokens; at 160
+# it would be a little slower), and those of a very long text never fill memory. Blocks of 64
+# queries take twice the memory of 32 and are no faster.
 LONG: Final = 256
 QUERY_BLOCK: Final = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Arithmetic:
-    """The functions by which one encoder computes."""
+    """The functions for one device that an encoder computes with."""
 
     activation: Activation
     attend: Attention
@@ -85,30 +88,30 @@ class Arithmetic:
 def arithmetic(
     device: Device, dtype: mx.Dtype, hidden_act: str, dimensions: int, heads: int
 ) -> Arithmetic:
-    """Choose the functions for a device; KeyError when the activation is not in ACTIVATIONS."""
+    """Choose the functions for a device. Raises KeyError for an activation not in ACTIVATIONS."""
     scale = 1.0 / math.sqrt(dimensions // heads)
     if device is Device.CPU and dtype == mx.float32:
         activation = _ON_CPU[hidden_act]
         zeros = mx.zeros((2, 2))
-        # The first evaluation comes while loading: mlx takes seconds to compile the functions if
-        # there is a g++.
+        # Evaluated once during the load, as mlx takes seconds to compile the functions if there is
+        # a g++.
         mx.eval(activation(zeros), exp2(zeros))
         normalize = layer_norm_by_products(dimensions)
         return Arithmetic(activation, attend_base2, normalize, scale * LOG2_E)
     return Arithmetic(_OF_MLX[hidden_act], attend_fused, mx.fast.layer_norm, scale)
 
 
-# erfc(a sqrt(2)) = 1 / p(a)^16, p(a) = (q(a)^2 + P[0])^2 + P[1], q a cubic of coefficients Q,
-# the highest first. Abramowitz and Stegun (Handbook of Mathematical Functions, 7.1.28) give p
-# as a polynomial; squares of sums reach its precision in fewer passes, and so do fewer squares
-# at the end. Fitted by least squares, reweighted towards the largest error of a * erfc: 2e-7.
+# erfc(a sqrt(2)) = 1 / p(a)^16, where p(a) = (q(a)^2 + P[0])^2 + P[1] and q is a cubic with the
+# coefficients Q, the highest first. Abramowitz and Stegun (Handbook of Mathematical Functions,
+# 7.1.28) give p as a polynomial; this form is as precise in fewer passes over the array. Fitted by
+# least squares, reweighted towards the largest error of a * erfc, which is 2e-7.
 _Q: Final = (0.0078602723, -0.0285819363, 0.2922924988, 0.4173043838)
 _P: Final = (0.0302346432, 0.9582307320)
 
 
 @partial(mx.compile, shapeless=True)
 def gelu(x: mx.array) -> mx.array:
-    """GELU, x times the normal distribution function, within 1e-6 of the exact one.
+    """Return GELU, x times the normal distribution function, with an error below 1e-6.
 
     With a = |x| / 2: gelu(x) = x / 2 + a - a * erfc(a * sqrt(2)).
     """
@@ -127,19 +130,19 @@ def gelu(x: mx.array) -> mx.array:
 
 
 def gelu_tanh(x: mx.array) -> mx.array:
-    """GELU by its tanh formula (Hendrycks and Gimpel, arXiv:1606.08415), written as x * sigmoid."""
+    """Return GELU by its tanh formula (Hendrycks and Gimpel, arXiv:1606.08415), as x * sigmoid."""
     slope = -2.0 * LOG2_E * math.sqrt(2.0 / math.pi)
     inner = x * (slope + (slope * 0.044715) * (x * x))
     return x / (1.0 + exp2(inner))
 
 
 def silu(x: mx.array) -> mx.array:
-    """SiLU, x times its sigmoid."""
+    """Return SiLU, x times its sigmoid."""
     return x / (1.0 + exp2(x * -LOG2_E))
 
 
 def attend_base2(q: mx.array, k: mx.array, v: mx.array, bias: mx.array | None) -> mx.array:
-    """Attention over float32 heads whose scores come in base 2: log2(e) is in the query weights.
+    """Return float32 attention with a softmax in base 2: log2(e) is in the query weights.
 
     q, k, v are (rows, heads, tokens, head size); bias is added to the scores.
     """
@@ -153,20 +156,21 @@ def attend_base2(q: mx.array, k: mx.array, v: mx.array, bias: mx.array | None) -
     if bias is not None:
         scores = scores + bias
     weights = exp2(scores - mx.max(scores, axis=-1, keepdims=True))
-    # The division comes after the product: there is less to divide.
+    # Dividing after the product with the values divides fewer numbers.
     return (weights @ v) / mx.sum(weights, axis=-1, keepdims=True)
 
 
 def attend_fused(q: mx.array, k: mx.array, v: mx.array, bias: mx.array | None) -> mx.array:
-    """Attention by mlx's own kernel; the scale is in the query weights already."""
+    """Return attention from mlx's own kernel. The scale is in the query weights already."""
     return mx.fast.scaled_dot_product_attention(q, k, v, scale=1.0, mask=bias)
 
 
 def layer_norm_by_products(dimensions: int) -> Normalization:
-    """Make a layer normalization whose averages are products with a column of 1 / dimensions."""
-    # BLAS adds up a row in vectors, mlx's sums go one by one: 0.2 against 0.5 ns an element.
+    """Return a layer normalization that averages by products with a column of 1 / dimensions."""
+    # BLAS adds up a row with vector instructions, mlx's sums one by one: 0.2 against 0.5 ns an
+    # element.
     average = mx.full((dimensions, 1), 1 / dimensions)
-    # Evaluated here, on the thread that loads: later several streams read it.
+    # Evaluated here, on the loading thread, because several streams read it later.
     mx.eval(average)
 
     def normalize(x: mx.array, weight: mx.array, bias: mx.array | None, epsilon: float) -> mx.array:
@@ -220,11 +224,11 @@ def rotation_table(theta: float, size: int, positions: int, factor: float = 1.0)
     angles = np.arange(positions)[:, None] / factor * frequencies
     cosine, sine = np.cos(angles), np.sin(angles)
     table = np.stack([np.hstack([cosine, cosine]), np.hstack([-sine, sine])])
-    return mx.array(table.astype(np.float32))  # evaluated: later several streams read it
+    return mx.array(table.astype(np.float32))  # evaluated already: several streams read it
 
 
 def rotate_by_table(x: mx.array, table: mx.array) -> mx.array:
-    """Rotate heads (…, tokens, size) by their positions; cos and sin are slow on a CPU."""
+    """Rotate heads (…, tokens, size) with a table, because cos and sin are slow on a CPU."""
     tokens, half = x.shape[-2], x.shape[-1] // 2
     swapped = mx.concatenate([x[..., half:], x[..., :half]], axis=-1)
     cosine, sine = table[:, :tokens].astype(x.dtype)

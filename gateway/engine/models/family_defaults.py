@@ -1,4 +1,4 @@
-"""Transformers' values for the keys that a config.json lacks, by family."""
+"""transformers' default values, by model family, for keys that a config.json lacks."""
 
 import contextlib
 import logging
@@ -16,34 +16,36 @@ ROPE_KEYS: Final = {"rope_parameters", "rope_theta", "rope_scaling"} | {
 
 
 def family(config: Mapping[str, Any]) -> str:
-    """Return the `model_type` by which transformers knows a language model's config."""
+    """Return the `model_type` under which transformers knows a language model's config."""
     is_flat = "vision_config" in config and "text_config" not in config
     return f"{config.get('model_type')}{'_text' if is_flat else ''}"
 
 
 def resolve(config: Mapping[str, Any]) -> tuple[Mapping[str, str], Mapping[str, Any]]:
-    """Return transformers' other names of a family's keys, and its whole config; both are empty if
-    transformers has no class for the family or the config.
+    """Return transformers' aliases of a family's keys, and the config completed with its defaults.
+    Both are empty if transformers has no class for the family; the config is empty if the class
+    refuses it.
     """
     known = _config_class(family(config))
     if known is None:
         return {}, {}
     aliases: dict[str, str] = dict(known.attribute_map)
-    # A size that a file may choose freely stays out, such as the number of labels.
+    # Keys that all families share are left out: some, such as the number of labels, are sizes that
+    # a file may choose freely.
     names = {field.name for field in fields(known)} - _common_names() | ROPE_KEYS
     names |= {*aliases.keys(), *aliases.values()}
     names -= {"text_config", "vision_config", "audio_config"}
     given = {key: value for key, value in config.items() if key in names}
     scaling = given.pop("rope_scaling", None)
-    if scaling:  # the key's former name, which causes a warning
+    if scaling:  # the former name, which transformers warns of
         theta = {"rope_theta": given.get("rope_theta")} if given.get("rope_theta") else {}
         kind = scaling.get("rope_type") or scaling.get("type")
         given.setdefault("rope_parameters", {**scaling, **theta, "rope_type": kind})
-    for field in fields(known):  # transformers insists on these types
+    for field in fields(known):  # transformers requires the default's type
         default: Any = field.default
         if type(default) in (bool, float) and type(given.get(field.name)) in (bool, int):
             given[field.name] = type(default)(given[field.name])
-    with contextlib.suppress(Exception):  # the reader of a wrong value refuses it
+    with contextlib.suppress(Exception):  # a wrong value is refused where it is read
         return aliases, known(**given).to_dict()
     return aliases, {}
 
@@ -71,11 +73,11 @@ def default_of(text: Mapping[str, Any], key: str) -> tuple[bool, Any]:
 
 @cache
 def _config_class(kind: str) -> Any:
-    import transformers  # imported when a model is loaded; its parts come one by one
+    import transformers  # imported only when a model is loaded; its parts load lazily
 
     known: Any = transformers.CONFIG_MAPPING
-    # transformers warns of tokens beyond a vocabulary and of keys' former names, which nobody acts
-    # on.
+    # Nobody can act on transformers' warnings of token ids beyond the vocabulary and of former key
+    # names.
     logging.getLogger("transformers.configuration_utils").setLevel(logging.ERROR)
     logging.getLogger("transformers.modeling_rope_utils").setLevel(logging.ERROR)
     logging.getLogger("transformers.models").setLevel(logging.ERROR)

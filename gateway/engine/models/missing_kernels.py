@@ -1,7 +1,8 @@
-"""Products that a device has no kernel for: tried once when a model is loaded, and replaced there.
+"""Layers whose products a device has no kernel for: found when a model is loaded, and replaced.
 
-MLX reports a missing kernel when a product is evaluated, so every pass would fail. Quantized layers
-become floating ones, and mixtures of experts go without mx.gather_mm.
+MLX reports a missing kernel only when a product is evaluated, and then every pass would fail. So
+each kind of product is tried once. Quantized layers without a kernel are dequantized, and mixtures
+of experts are computed without mx.gather_mm.
 """
 
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -22,10 +23,10 @@ from gateway.engine.device_faults import classify
 from gateway.engine.models.checkpoint import SLICE_BYTES, slices
 from gateway.errors import Fault
 
-_ROWS: Final = (1, 9)  # tokens of a decode step, and of a pass too long for vector kernels
+_ROWS: Final = (1, 9)  # tokens in a decode step, and in a pass too long for vector kernels
 _SORTED_ROWS: Final = 64  # the number of rows from which mlx-lm sorts them by expert
-# The most rows, as a share of the experts, for which the chosen experts' weights are copied. With
-# more rows every expert multiplies all of them: no weights are copied then.
+# The chosen experts' weights are copied if the number of choices is at most this share of the
+# experts. With more choices, every expert multiplies all rows, without copies.
 _COPIED_SHARE: Final = 1 / 4
 _FLOATING_KINDS: Final[Mapping[Any, Any]] = {
     QuantizedLinear: Linear,
@@ -39,21 +40,21 @@ _Layers = dict[str, Any]  # layers by their path in the model
 
 @dataclass(frozen=True, slots=True)
 class WidenedWeights:
-    """Quantized layers of a model that become floating ones, for want of a kernel."""
+    """The quantized layers that are dequantized because the device has no kernel for them."""
 
     model: str
     layers: int
     shapes: tuple[str, ...]
-    stored_bytes: int  # bytes of those layers before
-    bytes: int  # bytes of those layers after
-    total_bytes: int  # bytes of all the model's weights from then on
+    stored_bytes: int  # bytes of these layers while quantized
+    bytes: int  # bytes of these layers after dequantization
+    total_bytes: int  # bytes of all the model's weights after dequantization
 
 
 Report = Callable[[WidenedWeights], None]
 
 
 class LoopedExperts(_SwitchLinear):  # type: ignore[misc]
-    """A mixture's projection that multiplies without mx.gather_mm."""
+    """The projection of a mixture of experts, computed without mx.gather_mm."""
 
     def __init__(self, layer: Any) -> None:
         super(_SwitchLinear, self).__init__()
@@ -61,7 +62,7 @@ class LoopedExperts(_SwitchLinear):  # type: ignore[misc]
             self[name] = array
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
-        """Multiply x, (…, 1, in), with the experts at the indices, (…), to (…, 1, out)."""
+        """Multiply x, (…, 1, in), with the experts in `indices`, (…); return (…, 1, out)."""
         weight: mx.array = self["weight"].swapaxes(-1, -2)
         if indices.size <= _COPIED_SHARE * self.num_experts:
             product = x @ weight[indices]
@@ -78,11 +79,12 @@ class LoopedExperts(_SwitchLinear):  # type: ignore[misc]
 def replace_missing(
     name: str, model: Any, device: Device, dtype: mx.Dtype, report: Report | None = None
 ) -> Generator[None]:
-    """Try each shape of a model's products, and replace the layers that have no kernel, in steps.
+    """Try each shape of a model's products once, and replace the layers without a kernel, in steps.
 
-    Weights that become floating are reported before they take memory: an error of `report` ends the
-    work. They are of the `dtype` unless their scales have one. A CPU has kernels for all quantized
-    layers. Errors other than a missing kernel are raised unchanged. On the lane.
+    `report` is called before the dequantized weights take memory, and an error that it raises ends
+    the work. Dequantized weights have the type of their scales if that is floating, otherwise
+    `dtype`. A CPU has kernels for all quantized layers. Errors other than a missing kernel are
+    raised unchanged. Must run on the lane.
     """
     if device is not Device.CPU:
         layers = yield from _find_missing(model, dtype, *_FLOATING_KINDS)
@@ -99,8 +101,8 @@ def replace_missing(
 
 
 def widen(model: Any, dtype: mx.Dtype, layers: _Layers | None = None) -> _Layers:
-    """Replace quantized layers by floating ones, not computed yet; return them. By default, for a
-    CPU, all are replaced, and need not be read yet.
+    """Replace quantized layers by dequantized ones, not computed yet; return the new layers. By
+    default, for a CPU, all quantized layers are replaced; they need not have been read yet.
     """
     is_read = layers is not None
     if layers is None:
@@ -111,7 +113,7 @@ def widen(model: Any, dtype: mx.Dtype, layers: _Layers | None = None) -> _Layers
 
 
 def has_kernel(product: Callable[[], mx.array]) -> bool:
-    """Return False if a product raises that there is no kernel for it. It is evaluated."""
+    """Evaluate a product; return False if the device has no kernel for it."""
     try:
         mx.eval(product())
     except RuntimeError as error:
@@ -122,13 +124,13 @@ def has_kernel(product: Callable[[], mx.array]) -> bool:
 
 
 def can_gather(dtype: mx.Dtype) -> bool:
-    """Return True if mx.gather_mm knows this type. A product is evaluated: not for a pass."""
+    """Evaluate a product; return True if mx.gather_mm supports this type. Not for use in a pass."""
     factors, index = mx.zeros((2, 8, 8), dtype), mx.array([0])
     return has_kernel(lambda: mx.gather_mm(factors[:1], factors, rhs_indices=index))
 
 
 def _find_missing(model: Any, dtype: mx.Dtype, *kinds: Any) -> Generator[None, None, _Layers]:
-    """Return the layers of these kinds that have no kernel; each shape is tried in a step."""
+    """Return the layers of these kinds that have no kernel. Each step tries one shape."""
     verdicts: dict[tuple[Any, ...], bool] = {}
     missing: _Layers = {}
     for path, layer in _named(model):
@@ -144,7 +146,7 @@ def _find_missing(model: Any, dtype: mx.Dtype, *kinds: Any) -> Generator[None, N
 
 
 def _trials(layer: Any, dtype: mx.Dtype) -> Iterator[Callable[[], mx.array]]:
-    """Yield the products of zeros that passes make with a layer, for one token and for more."""
+    """Yield a layer's products as passes compute them, with zeros, for one token and several."""
     columns, rows = dimensions(layer)
     kind, dtype = type(layer), _number_type(layer, dtype)
     for count in _ROWS:
@@ -166,17 +168,17 @@ def _trials(layer: Any, dtype: mx.Dtype) -> Iterator[Callable[[], mx.array]]:
 
 
 def _float(layer: Any, dtype: mx.Dtype, *, is_read: bool) -> Any:
-    """Return a quantized layer as a floating one, not computed yet."""
+    """Return a dequantized copy of a layer, not computed yet."""
     kind, dtype = _FLOATING_KINDS[type(layer)], _number_type(layer, dtype)
     packed = [layer[part] for part in ("weight", "scales")]
     packed.append(layer.get("biases"))
-    # The processor dequantizes if the device cannot do it either.
+    # The CPU dequantizes if the device has no kernel for that either.
     stream = None
     few = [part if part is None else part[..., :1, :] for part in packed]
     if is_read and not has_kernel(lambda: _unpack(layer, few, dtype, None)):
         stream = mx.cpu
     scales = layer.get("global_scale")
-    if scales is not None:  # scales, one for each expert
+    if scales is not None:  # one global scale for each expert
         experts = zip(*packed[:2], scales, strict=True)
         weight = mx.stack([_unpack(layer, [*of, None], dtype, stream, s) for *of, s in experts])
     else:
@@ -214,7 +216,7 @@ def _describe(name: str, model: Any, layers: _Layers, widened: _Layers) -> Widen
 
 
 def _number_type(layer: Any, default: mx.Dtype) -> mx.Dtype:
-    """Return the type of a layer's results. Scales of powers of two are no floating numbers."""
+    """Return the floating type of a layer's results: `default` if its scales are exponents."""
     dtype: mx.Dtype = layer.get("scales", layer.weight).dtype
     if mx.issubdtype(dtype, mx.floating):
         return dtype
@@ -226,7 +228,7 @@ def quantization_of(layer: Any) -> tuple[Any, ...]:
 
 
 def dimensions(layer: Any) -> tuple[int, int]:
-    """Return the number of values that a layer takes for a row, and the number that it returns."""
+    """Return a layer's number of inputs and its number of outputs."""
     rows, columns = layer.weight.shape[-2:]
     if "scales" in layer:
         columns = layer.scales.shape[-1] * layer.group_size

@@ -1,5 +1,5 @@
-"""The parts of a config that a model ignores, and the reference that its family's answers were
-compared with.
+"""Notes on a model: the parts of a config that it ignores, and the reference that its family's
+answers were compared with.
 """
 
 import contextlib
@@ -17,27 +17,27 @@ def _listed(file: str) -> frozenset[str]:
     return frozenset(Path(__file__).with_name(file).read_text(encoding="utf-8").split())
 
 
-# The families that docs/architectures.md found equal in all, by the names of mlx-lm's modules, and
-# by `model_type`.
+# The families whose answers are equal in all comparisons of docs/architectures.md: with mlx-lm's,
+# by the names of its modules, and with transformers', by `model_type`.
 EQUAL: Final = _listed("equal_to_mlx_lm.txt")
 _TRANSFORMERS: Final = _listed("equal_to_transformers.txt")
 
 
 def list_notes(config: dict[str, Any], asked: int | None) -> list[str]:
-    """List, in sentences, the parts of a config that a model ignores, for contexts of `asked`
-    tokens; None is the context that its own limits allow.
+    """List, in sentences, the parts of a config that a model ignores if its context is `asked`
+    tokens. None means the context that the model's own limits allow.
     """
-    from gateway.engine.models.configs import classes_of  # mlx-lm takes a second
+    from gateway.engine.models.configs import classes_of  # importing mlx-lm takes a second
     from gateway.engine.models.unread import list_unread
 
     text, notes = text_config(config), list[str]()
-    with contextlib.suppress(Exception):  # the load reports the fault
+    with contextlib.suppress(Exception):  # the load reports a faulty config
         for limit in list_limits(config):
-            more = f"beyond {limit.tokens:,} tokens, `{limit.key}` is not as config.json says"
+            more = f"beyond {limit.tokens:,} tokens, `{limit.key}` of config.json is ignored"
             if asked is None:
                 notes.append(f"{more}: the context ends there, unless `max_context:` raises it")
                 break
-            if asked > limit.tokens and limit.key == "long_factor":  # `ropes` used it for all texts
+            if asked > limit.tokens and limit.key == "long_factor":  # `ropes` uses it for all texts
                 short = f"texts of up to {limit.tokens:,} are not rotated by `short_factor`"
                 notes.append(f"`max_context:` allows {asked:,} tokens: {short}, and answers differ")
             elif asked > limit.tokens:
@@ -49,8 +49,8 @@ def list_notes(config: dict[str, Any], asked: int | None) -> list[str]:
 
 
 def verified_by(config: Mapping[str, Any]) -> Verified:
-    """Return the reference for the answers of a model's family, by the `model_type` of its config
-    or of the language model in it.
+    """Return the reference that the answers of a model's family were compared with. The family is
+    the `model_type` of the config or of the language model in it.
     """
     kinds = {str(each.get("model_type")) for each in (config, text_config(config))}
     if kinds & _TRANSFORMERS:

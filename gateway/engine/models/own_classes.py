@@ -1,5 +1,5 @@
-"""Families and forms of files that mlx-lm has no class for, each as a few lines over an existing
-one.
+"""Classes for model families and checkpoint layouts that mlx-lm has no class for, each derived from
+one of mlx-lm's in a few lines.
 """
 
 import re
@@ -12,10 +12,10 @@ from mlx.nn.layers.activations import relu2
 from mlx.nn.layers.base import Module
 from mlx.nn.layers.linear import Linear
 
-Classes = tuple[Any, Any]  # a model's class, and that of its arguments
+Classes = tuple[Any, Any]  # a model's class, and its arguments' class
 Make = Callable[[dict[str, Any]], Classes]
 Weights = Mapping[str, mx.array]
-# The names of a language model's arrays in files that have no other model.
+# The prefix of a language model's arrays in files that have no vision or audio model.
 _OUTER: Final = re.compile(r"^model\.(?!language_model|(vision|audio)_tower|embed_(audio|vision))")
 _EXPERT: Final = re.compile(r"(.*\.mlp\.)experts\.(\d+)\.(gate|up|down)_proj\.weight")
 
@@ -25,8 +25,8 @@ def _module(name: str) -> Any:
 
 
 def _renaming(name: str, rename: Callable[[Weights], Weights]) -> Make:
-    """Return a maker of the classes of one of mlx-lm's modules, which reads weights by
-    other names.
+    """Return a maker of the classes of one of mlx-lm's modules. The model passes its weights
+    through `rename` before the module's own `sanitize`.
     """
 
     def make(_: dict[str, Any]) -> Classes:
@@ -43,8 +43,8 @@ def _renaming(name: str, rename: Callable[[Weights], Weights]) -> Make:
 
 
 def _transpose_experts(weights: Weights) -> Weights:
-    """Name gpt-oss's experts as in its original files: transformers saves (experts, inputs,
-    outputs).
+    """Name and transpose gpt-oss's experts as in its original files; transformers saves them as
+    (experts, inputs, outputs).
     """
     whole = (".experts.gate_up_proj", ".experts.down_proj")
     return {
@@ -56,7 +56,7 @@ def _transpose_experts(weights: Weights) -> Weights:
 
 
 def _stack_experts(weights: Weights) -> Weights:
-    """Stack the experts that transformers saves one by one, as mlx-lm's class holds them."""
+    """Stack experts as mlx-lm's class holds them; transformers saves them one by one."""
     kept: dict[str, mx.array] = {}
     found: dict[str, dict[int, mx.array]] = {}
     for name, array in weights.items():
@@ -72,7 +72,7 @@ def _stack_experts(weights: Weights) -> Weights:
 
 
 def _move_language_model(weights: Weights) -> Weights:
-    """Name the parts of LFM2-VL as transformers 4 did, with its kernels in mlx-lm's form."""
+    """Rename LFM2-VL's arrays as in transformers 4, with kernels transposed to mlx-lm's layout."""
     inner, moved = re.compile(r"^model\.language_model\."), {}
     for name, array in weights.items():
         if name.endswith("conv.conv.weight") and array.shape[-1] > array.shape[1]:
@@ -82,7 +82,7 @@ def _move_language_model(weights: Weights) -> Weights:
 
 
 def _turn_experts(weights: Weights) -> Weights:
-    """Give a mixture's experts the axes of Qwen3-VL's originals: (experts, inputs, outputs)."""
+    """Transpose experts to the layout of Qwen3-VL's original files: (experts, inputs, outputs)."""
     turned = dict(weights)
     for name, down in weights.items():
         whole = name.removesuffix("down_proj") + "gate_up_proj"
@@ -92,8 +92,8 @@ def _turn_experts(weights: Weights) -> Weights:
 
 
 def _gemma3n(_: dict[str, Any]) -> Classes:
-    """Return Gemma 3n's classes without the keys and values of layers that take another's, which
-    transformers 5 doesn't save.
+    """Return Gemma 3n's classes without the key and value projections of layers that use another
+    layer's KV: transformers 5 doesn't save those.
     """
     gemma3n = _module("gemma3n")
     unused = ("k_proj", "v_proj", "k_norm")
@@ -118,7 +118,7 @@ def _gemma3n(_: dict[str, Any]) -> Classes:
 
 
 def _gemma3n_text(config: dict[str, Any]) -> Classes:
-    """Return Gemma 3n's classes for its language model alone: text-only fine-tunes are saved so."""
+    """Return Gemma 3n's classes for text-only fine-tunes, saved as the language model alone."""
     model, arguments = _gemma3n(config)
 
     class ModelArgs(arguments):  # type: ignore[misc, valid-type]  # chosen at run time
@@ -138,7 +138,7 @@ class SquaredMLP(Module):
         self.down_proj = Linear(inner, width, bias=bias)
 
     def __call__(self, x: mx.array) -> mx.array:
-        """Return (…, width) for (…, width)."""
+        """Map (…, width) to (…, width)."""
         y: mx.array = self.down_proj(relu2(self.up_proj(x)))
         return y
 

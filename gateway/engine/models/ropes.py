@@ -1,8 +1,8 @@
-"""Corrections of a built model's rotary positions: some of mlx-lm's classes ignore a scaling that a
-config.json states, and its rotations round or leave out a part of transformers' computation.
+"""Corrections of a built model's rotary positions. Some of mlx-lm's classes ignore a scaling that
+config.json states, and mlx-lm's rotations round or leave out parts of transformers' formulas.
 
-The formulas are those of transformers 5 (modeling_rope_utils.py), with YaRN's from
-https://arxiv.org/abs/2309.00071 and LongRoPE's from https://arxiv.org/abs/2402.13753.
+The formulas are those of transformers 5 (modeling_rope_utils.py). YaRN is described in
+https://arxiv.org/abs/2309.00071, LongRoPE in https://arxiv.org/abs/2402.13753.
 """
 
 import math
@@ -19,7 +19,7 @@ _SCALED: Final = ("linear", "llama3", "longrope", "su", "yarn")
 
 
 def rope_kind(text: Mapping[str, Any]) -> str:
-    """Return the kind of scaling that a language model's config states for all its layers."""
+    """Return the kind of rope scaling that a language model's config states for all its layers."""
     scaling = text.get("rope_scaling") or {}
     return str(scaling.get("rope_type") or scaling.get("type") or "default")
 
@@ -27,25 +27,27 @@ def rope_kind(text: Mapping[str, Any]) -> str:
 def correct_ropes(
     model: Any, text: Mapping[str, Any], reads: Callable[[str], bool], context: int | None
 ) -> None:
-    """Correct the rotations of mlx-lm's model, for a context of `context` tokens; `text` is its
-    language model's config, and `reads` tells whether its class reads a name. Raises ValueError for
-    a scaling that the class ignores or computes wrongly, and that cannot be added to it.
+    """Correct the rotations of an mlx-lm model for a context of `context` tokens. `text` is the
+    language model's config, and `reads` tells whether the model's class reads a key. Raises
+    ValueError for a scaling that the class ignores or computes wrongly and that cannot be corrected
+    here.
     """
     found = list(_find(model))
     scaling, kind = text.get("rope_scaling") or {}, rope_kind(text)
     if text.get("model_type") == "glm":
-        # The class turns whole heads: https://github.com/ml-explore/mlx-lm/issues/1698
+        # mlx-lm's class rotates the whole head: https://github.com/ml-explore/mlx-lm/issues/1698
         share = text.get("partial_rotary_factor") or 0.5
         for _, _, rope in found:
             rope.dims = int(rope.dims * share)
     for owner, name, rope in found:
         if type(rope).__name__ == _DYNAMIC and kind == "dynamic":
-            # The rotation is plain up to the stated context, and plain ones can be batched.
-            base = getattr(rope, "original_base", None) or rope.base  # InternLM3's, or any other
+            # Dynamic scaling changes nothing up to the stated context, and only plain rotations can
+            # be batched. InternLM3's class has the plain base as `original_base`.
+            base = getattr(rope, "original_base", None) or rope.base
             owner[name] = RoPE(rope.dims, rope.traditional, base)
     if any(getattr(rope, "dims", 0) % 2 for _, _, rope in found):
         raise ValueError("an odd number of dimensions cannot be rotated")
-    if not found and not (kind == "dynamic" and "alpha" in scaling):  # the class rotates by itself
+    if not found and not (kind == "dynamic" and "alpha" in scaling):  # the class has its own rope
         is_plain = kind == "yarn" and scaling.get("truncate", True)
         if kind != "default" and not (is_plain and scaling.get("attention_factor") is None):
             raise _unsupported(text)
@@ -53,7 +55,7 @@ def correct_ropes(
         return
     is_traditional = any(isinstance(rope, RoPE) and rope.traditional for _, _, rope in found)
     if kind in ("longrope", "su") and (is_traditional or reads("traditional=True")):
-        raise _unsupported(text)  # mlx-lm's scaled rotation turns halves, not neighbours
+        raise _unsupported(text)  # mlx-lm's SuScaledRoPE pairs halves of a head, not neighbours
     if found and all(isinstance(rope, RoPE) and rope.scale == 1 for _, _, rope in found):
         _scale_plain(found, text, scaling)
         found = list(_find(model))
@@ -69,7 +71,7 @@ def _unsupported(text: Mapping[str, Any]) -> ValueError:
 
 
 def _find(model: Any) -> Iterator[tuple[Any, str, Any]]:
-    """Yield each rotation with its module and its name there."""
+    """Yield each rotation of a model, with the module that has it and its name there."""
     for module in model.modules():
         for name, child in module.items():
             if isinstance(child, _KINDS) or type(child).__name__ == _DYNAMIC:
@@ -77,12 +79,12 @@ def _find(model: Any) -> Iterator[tuple[Any, str, Any]]:
 
 
 def _scale_plain(found: list[Any], text: Mapping[str, Any], scaling: Mapping[str, Any]) -> None:
-    """Scale the rotations of a class that reads no scaling, except those of another base, which
-    layers with windows have.
+    """Add the scaling to the plain rotations of a class that reads none. Rotations whose base isn't
+    `rope_theta` stay unscaled: they belong to layers with windows.
     """
     theta = text.get("rope_theta") or 10_000.0
     plain = [each for each in found if math.isclose(each[2].base, theta)]
-    if not plain or "qk_rope_head_dim" in text:  # MLA scales its attention, too
+    if not plain or "qk_rope_head_dim" in text:  # MLA's attention would have to be scaled, too
         raise _unsupported(text)
     for owner, name, rope in plain:
         owner[name] = initialize_rope(
@@ -91,8 +93,8 @@ def _scale_plain(found: list[Any], text: Mapping[str, Any], scaling: Mapping[str
 
 
 def _correct_yarn(rope: Any, base: float, scaling: Mapping[str, Any]) -> None:
-    """Give a rotation YaRN's unrounded range, if `truncate` is false, and its stated factor of
-    attention: https://github.com/vllm-project/vllm/pull/27722
+    """Set a YaRN rotation's attention factor as config.json states it and, if `truncate` is false,
+    leave the range of scaled dimensions unrounded: https://github.com/vllm-project/vllm/pull/27722
     """
     factor = float(scaling["factor"])
 
@@ -122,7 +124,7 @@ def _correct_yarn(rope: Any, base: float, scaling: Mapping[str, Any]) -> None:
 def _correct_longrope(
     rope: Any, text: Mapping[str, Any], scaling: Mapping[str, Any], context: int | None
 ) -> None:
-    """Give a rotation the short factors, if no text is longer than the original context."""
+    """Use the long factors, or the short ones if no text is longer than the original context."""
     original = rope.original_max_position_embeddings
     is_long = context is None or context > original
     base = float(text.get("rope_theta") or 10_000.0)

@@ -1,7 +1,7 @@
-"""Rotary positions on a CPU. mlx's `rope` makes the angles of a pass there, their sines and
-cosines, anew twice in each layer; here layers share them.
+"""Rotary positions on a CPU. mlx's `rope` computes the sines and cosines of a pass's angles anew,
+twice in each layer; here the layers of a pass share them.
 
-The numbers are those of `rope`, to the last bit. Metal and CUDA have a kernel for it.
+Results equal those of `rope` to the last bit. Metal and CUDA have a kernel for it.
 """
 
 import math
@@ -13,11 +13,11 @@ from typing import Any, Final
 import mlx.core as mx
 
 _own_rope: Final[Any] = mx.fast.rope
-_Table = tuple[mx.array, mx.array, mx.array | None]  # cosines, signed sines; and their frequencies
+_Table = tuple[mx.array, mx.array, mx.array | None]  # cosines, signed sines, frequencies
 
 
 class _Pass(threading.local):
-    """The positions of the pass that a thread builds, and the tables made of them."""
+    """The positions of the pass that a thread builds, and the tables computed from them."""
 
     is_open = False
 
@@ -26,12 +26,12 @@ class _Pass(threading.local):
         self._tables: dict[Hashable, _Table] = {}
 
     def begin(self, offset: int | mx.array | None) -> None:
-        """Share the tables of these positions from now on, unless they are shared already."""
+        """Start new shared tables for these positions, unless they already have shared tables."""
         if offset is not self._offset:
             self._offset, self._tables = offset, {}
 
     def tables(self, offset: int | mx.array) -> dict[Hashable, _Table] | None:
-        """Return the tables of these positions; None for an array that may be written to."""
+        """Return the tables shared for these positions; None if they cannot be shared."""
         if not self.is_open:
             return None
         if not isinstance(offset, int):
@@ -46,7 +46,7 @@ _pass: Final = _Pass()
 
 @contextmanager
 def sharing_rotations() -> Iterator[None]:
-    """While entered, this thread builds one pass, whose layers share rotations."""
+    """While entered, the layers of the pass that this thread builds share rotation tables."""
     _pass.is_open = True
     try:
         yield
@@ -56,8 +56,8 @@ def sharing_rotations() -> Iterator[None]:
 
 
 def share_positions(offset: mx.array) -> mx.array:
-    """Return the positions of rows' next tokens, (rows,), for layers to share their tables. The
-    array must not be written to.
+    """Return the positions of rows' next tokens, (rows,), and let layers share tables for them. The
+    array must not be changed afterwards.
     """
     if _pass.is_open:
         _pass.begin(offset)
@@ -88,7 +88,8 @@ def rotate(
     cosines, sines, _ = tables[key]
     whole = x.shape[-1] == dims
     turning = x if whole else x[..., :dims]
-    # Pairs are neighbours, or numbers at the same place of two halves.
+    # Traditional rotations pair neighbours; the others pair numbers at the same place in both
+    # halves.
     if traditional:
         pairs = turning.reshape(*x.shape[:-1], dims // 2, 2)
         swapped = pairs[..., ::-1]
@@ -108,9 +109,7 @@ def _make_table(
     freqs: mx.array | None,
     tokens: int,
 ) -> _Table:
-    """Make a table by mlx's own steps, in their order (mlx/fast.cpp, rope), so that both round
-    alike.
-    """
+    """Compute a table in the same steps as mlx's `rope` (mlx/fast.cpp), to round alike."""
     places = mx.arange(tokens) + (offset if isinstance(offset, int) else offset[:, None, None])
     if freqs is None:
         assert base is not None

@@ -1,7 +1,8 @@
-"""One model over several processes, the ranks of a group that `mlx.launch` started.
+"""One model divided among several processes: the ranks of a group that `mlx.launch` started.
 
-Tensor parallelism divides each layer's matrices, pipelining the layers; mlx-lm's models do both by
-themselves. A pass is a collective: each rank must make the same one, or the others wait for ever.
+Tensor parallelism divides each layer's matrices, pipeline parallelism the list of layers; mlx-lm's
+models implement both. A pass is a collective operation: every rank must run the same passes, or the
+others wait for ever.
 """
 
 import json
@@ -22,10 +23,10 @@ Parallel = Literal["tensor", "pipeline"]
 
 
 class RankGroup(Protocol):
-    """The processes that share a model: mlx's group."""
+    """The processes that share a model, as in mlx.core.distributed.Group."""
 
     def rank(self) -> int:
-        """Return this process's place."""
+        """Return this process's rank, from 0 on."""
 
     def size(self) -> int:
         """Count the processes."""
@@ -45,7 +46,7 @@ def join_group() -> RankGroup | None:
 
 
 def first_host() -> str:
-    """Return the address of rank 0 that mlx.launch tells every rank; empty if it tells none."""
+    """Return rank 0's address, which mlx.launch tells every rank; empty if it tells none."""
     # The source depends on the backend: ring's file lists each rank's addresses, JACCL has a
     # coordinator and NCCL a host (launch.py of mlx's distributed tools).
     if "MLX_HOSTFILE" in os.environ:
@@ -58,7 +59,7 @@ def first_host() -> str:
 
 def share_bytes(group: RankGroup, data: bytes) -> bytes:
     """Return rank 0's data, on every rank. The data of other ranks are ignored."""
-    # The sum goes over the ranks, all but the first of which add zeros.
+    # The broadcast is a sum to which all ranks but the first add zeros.
     if group.rank() > 0:
         data = b""
     size: Any = _sum(mx.array(len(data))).item()
@@ -72,13 +73,13 @@ def _sum(array: mx.array) -> mx.array:
 
 @dataclass(frozen=True, slots=True)
 class RankShare:
-    """The way a model is divided, and the ranks that share it."""
+    """The way a model is divided, and the group of ranks that share it."""
 
     parallel: Parallel
     group: RankGroup
 
     def layers(self, count: int) -> range:
-        """Return the layers of this rank's stage: the last ones are rank 0's, as in mlx-lm."""
+        """Return the layers of this rank's stage. Rank 0 has the last ones, as in mlx-lm."""
         size, remainder = divmod(count, self.group.size())
         sizes = [size + (rank < remainder) for rank in range(self.group.size())]
         start = sum(sizes[self.group.rank() + 1 :])
@@ -86,8 +87,8 @@ class RankShare:
 
 
 def shard(checkpoint: Checkpoint, model: Any, share: RankShare) -> None:
-    """Reduce mlx-lm's model, not read yet, to the part that this rank computes. Raises
-    ModelLoadFailed.
+    """Reduce an mlx-lm model whose weights aren't read yet to the part that this rank computes.
+    Raises ModelLoadFailed.
     """
     inner = getattr(model, "model", None)
     can = {"tensor": hasattr(model, "shard"), "pipeline": hasattr(inner, "pipeline")}
@@ -119,7 +120,7 @@ def _check_sizes(checkpoint: Checkpoint, share: RankShare) -> None:
 
 
 class SharedListing:
-    """The listing of a rank's share of a model, for its size before it is loaded."""
+    """The `Listing` of one rank's share of a model, to compute its size before it is loaded."""
 
     def __init__(self, whole: Listing, share: RankShare) -> None:
         self._whole = whole
@@ -129,7 +130,7 @@ class SharedListing:
         return self._whole.failed(reason)
 
     def config(self) -> Mapping[str, Any]:
-        """Return the config, with the KV heads or the layers of this rank alone."""
+        """Return the config with only this rank's KV heads or layers."""
         config = dict(text_config(self._whole.config()))
         ranks, heads = self._share.group.size(), config.get("num_attention_heads")
         quantization = self._whole.config().get("quantization")
@@ -147,13 +148,13 @@ class SharedListing:
         return config
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """List the arrays that this rank holds, with the shape of its share."""
+        """List the arrays that this rank holds, with the shapes of its parts."""
         listed = self._whole.tensors().items()
         cut = ((name, self._cut(name, tensor)) for name, tensor in listed)
         return {name: tensor for name, tensor in cut if tensor is not None}
 
     def _cut(self, name: str, tensor: Tensor) -> Tensor | None:
-        """Return this rank's part of an array: the whole of one outside the layers."""
+        """Return this rank's part of an array, if any. Outside the layers that is all of it."""
         _, layers, after = f".{name}".partition(".layers.")
         number = after.partition(".")[0]
         if not layers or not number.isdecimal():
@@ -161,7 +162,7 @@ class SharedListing:
         if self._share.parallel == "pipeline" and int(number) not in self._stage:
             return None
         if self._share.parallel == "pipeline" or len(tensor.shape) < 2:
-            return tensor  # a norm's array or a bias, which is small
+            return tensor  # a whole layer, or a small array: a norm's or a bias
         ranks = self._share.group.size()
         shape = (-(-tensor.shape[0] // ranks), *tensor.shape[1:])
         return replace(tensor, shape=shape, nbytes=-(-tensor.nbytes // ranks))

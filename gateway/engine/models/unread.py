@@ -1,8 +1,9 @@
-"""Keys of config.json and arrays that change answers in transformers, and that nothing reads here.
+"""Keys of config.json and arrays of the files that change answers in transformers but are not read
+here.
 
-A key that mlx-lm's class doesn't read, by its source, changes nothing while it has transformers'
-default, which the class has built in. Another value is refused if the key is known to change
-answers, and named otherwise.
+The source of mlx-lm's class shows which keys it reads. Any other key is harmless if it has
+transformers' default, which the class has built in. Another value is refused if the key is known to
+change answers; otherwise a note names the key.
 """
 
 import ast
@@ -24,7 +25,8 @@ from gateway.engine.models.family_defaults import is_default
 _FOLDER = Path(mlx_lm.models.__path__[0])
 _PREFIX = "mlx_lm.models."
 _OTHERS = ("base", "cache")  # modules that have no part of a model
-# Keys whose other values change logits without an error: docs/architectures.md has the sources.
+# Keys that change logits, without an error, unless they have the default: docs/architectures.md has
+# the sources.
 CHANGES: Final = re.compile(
     r"activation_function|attention_in_multiplier|clip_qkv|\w+_softcapping|first_k_dense_replace"
     r"|(full_attn|linear_attn|mlp)_(alpha|beta)_factor|interleave_moe_layer_step|kda_\w+"
@@ -35,8 +37,8 @@ CHANGES: Final = re.compile(
 )
 _GELU: Final[dict[str, tuple[Any, ...]]] = {"hidden_activation": ()}
 _SILU: Final[dict[str, tuple[Any, ...]]] = {"hidden_act": ()}
-# Keys that a class reads, but with other answers than transformers', with the values for which both
-# agree; an empty tuple stands for transformers' default.
+# Keys that a class reads but computes differently from transformers, with the values for which both
+# agree. An empty tuple stands for transformers' default.
 _RIGHT: Final[Mapping[str, Mapping[str, tuple[Any, ...]]]] = {
     "falcon_h1": {
         "attention_in_multiplier": (1.0,),
@@ -59,8 +61,7 @@ _RIGHT: Final[Mapping[str, Mapping[str, tuple[Any, ...]]]] = {
     "longcat_flash": _SILU,
     "mamba2": {"layer_norm_epsilon": (1e-5,), "n_groups": (1,)},
 }
-# Keys that change no answer: keys of training, of the tokenizer, of other tasks, of how files are
-# kept.
+# Keys that change no answer: those for training, the tokenizer, other tasks, or the form of files.
 _INERT: Final = re.compile(
     r"_.*|\w*bias|attention_chunk_size|attn_temperature_tuning|attn_scale|floor_scale|layer_types"
     r"|.*(dropout|pdrop|token_id|token_index|_config|loss|init)\w*|(num|n)_\w+|intermediate_size"
@@ -71,20 +72,20 @@ _INERT: Final = re.compile(
     r"|partial_rotary_factor|per_layer_config|moe_shared_expert_overlap|(router|input)_jitter_noise|rescale\w+"
     r"|chunk_size|\w+_chunk_size|num_logits_to_keep|summary_\w+|expand|\w+_expand|head_dim"
 )
-# Arrays that a language model has no place for, or that are computed anew.
+# Arrays that a language model doesn't have, or that it computes itself.
 _SPARE: Final = re.compile(
     rf"(^|.*\.)({TOWER}|rotary_emb|lm_head|attn\.(bias|masked_bias)"
     r"|\w*(scale_inv|input_scale|weight_scale\w*))(\..*|$)"
 )
 _NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.)")
 _MOST_KINDS: Final = 12
-# The biases that choose a mixture's experts.
+# The biases that are used only to choose a mixture's experts.
 _BIAS: Final = re.compile(r"e_score_correction_bias|expert_bias")
 
 
 def check_keys(text: Mapping[str, Any], model_class: type) -> None:
-    """Raise ValueError for a key of a language model's config whose value a class ignores, or
-    computes otherwise, if answers would differ from transformers'.
+    """Raise ValueError for a key of a language model's config if the class ignores its value, or
+    computes it differently, and answers would differ from transformers'.
     """
     for key in _unread(text, reader_of(model_class)):
         if CHANGES.fullmatch(key):
@@ -95,15 +96,16 @@ def check_keys(text: Mapping[str, Any], model_class: type) -> None:
 
 
 def list_unread(text: Mapping[str, Any], model_class: type) -> list[str]:
-    """List the keys that nothing reads and whose values are not transformers' defaults, except
-    those that are known to change no answer.
+    """List the keys that nothing reads and whose values are not transformers' defaults. Keys that
+    are known to change no answer are left out.
     """
     return [key for key in _unread(text, reader_of(model_class)) if not _INERT.fullmatch(key)]
 
 
 def _unread(text: Mapping[str, Any], reads: Callable[[str], bool]) -> Iterator[str]:
     for key, value in text.items():
-        # Gemma 4's tokens look ahead only in images; forms of GELU are alike.
+        # With "vision", Gemma 4's tokens look ahead only in images; the forms of GELU are nearly
+        # equal.
         is_same = (key, value) == ("use_bidirectional_attention", "vision") or (
             key == "activation_function" and str(value).startswith("gelu")
         )
@@ -112,19 +114,19 @@ def _unread(text: Mapping[str, Any], reads: Callable[[str], bool]) -> Iterator[s
 
 
 def list_lost(found: Mapping[str, mx.array], model: Any, text: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a sentence for each kind of arrays that the files have and nothing reads, or that the
-    model needs and they have lost. Raises ValueError as `list_dropped` does.
+    """Yield a sentence for each kind of array that is in the files and read by nothing, or that the
+    model needs and the files lack. Raises ValueError as `list_dropped` does.
     """
     if text.get("model_type") == "ernie4_5_moe" and not any(map(_BIAS.search, found)):
-        yield "the files have lost the biases that experts are chosen by: answers differ"
+        yield "the files lack the biases that experts are chosen by: answers differ"
     for kind in list_dropped(found, model, text):
         yield f"nothing reads the weights {kind}"
 
 
 def list_dropped(found: Mapping[str, mx.array], model: Any, text: Mapping[str, Any]) -> list[str]:
-    """List the kinds of the files' arrays that a class drops: those whose numbers are missing among
-    the arrays that it has renamed. Raises ValueError for the biases of an expert's choice, without
-    which answers differ.
+    """List the kinds of the files' arrays that a class drops. As the class renames arrays, they are
+    found by size: they are the kinds that together have as many numbers as are missing afterwards.
+    Raises ValueError if those are biases that choose experts, without which answers differ.
     """
     if not hasattr(model, "sanitize"):
         return []
@@ -147,8 +149,9 @@ def list_dropped(found: Mapping[str, mx.array], model: Any, text: Mapping[str, A
 def _sizes(
     arrays: Mapping[str, mx.array], others: Mapping[str, mx.array], layers: int
 ) -> dict[str, int]:
-    """Return the count of numbers of each kind of array that `others` lack by name: those of all
-    layers and experts are one kind. Spare ones, and those of layers beyond, are left out.
+    """Return the count of numbers of each kind of array whose names `others` lack. Arrays of
+    different layers or experts are one kind. Spare arrays, and those of layers from `layers` on,
+    are left out.
     """
     sizes: dict[str, int] = {}
     for name, array in arrays.items():
@@ -160,7 +163,7 @@ def _sizes(
 
 
 def architecture(model_class: type) -> str:
-    """Return the name of the module of mlx-lm that defines a model's class, or one above it."""
+    """Return the name of mlx-lm's module that defines a model's class or its nearest base class."""
     modules = [each.__module__ for each in model_class.__mro__]
     return next((name[len(_PREFIX) :] for name in modules if name.startswith(_PREFIX)), "")
 
@@ -172,9 +175,9 @@ def reader_of(model_class: type) -> Callable[[str], bool]:
 
 @cache
 def read_names(module: str) -> frozenset[str]:
-    """Return the names of attributes, texts and constant arguments in the source of a module of
-    mlx-lm's models, and of those that it imports. No code reads a key that is not among them: a
-    field that only keeps a value is no reader.
+    """Return the names of attributes, the strings and the constant arguments in the source of one
+    of mlx-lm's model modules and of those that it imports. A key that is not among them is read by
+    no code: a dataclass field that only stores a value doesn't count.
     """
     found: set[str] = set()
     waiting, seen = [module], set(_OTHERS)

@@ -1,42 +1,76 @@
-"""The features of images that were encoded lately, so that none is encoded twice."""
+"""The features of images: those of a sequence while its prompt is read, and those of images that
+were encoded lately.
+"""
 
+import threading
 from collections import OrderedDict
-from typing import TypeAlias
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
 
 import mlx.core as mx
 
-Key: TypeAlias = tuple[str, bytes]
-"""The salt of the callers who may share the features, and the digest of the pixels: the time of an
-answer must not tell one caller of another's image.
-"""
+from gateway.engine.vision.layout import Layout
+from gateway.engine.vision.reading import Row
+from gateway.jobs.images import ImageSpan
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
 
 
-class FeatureCache:
-    """Features by image, the least recently used dropped first."""
+@dataclass(slots=True, eq=False)
+class Images:
+    """The images of one sequence. Features are here while its prompt is read."""
 
-    def __init__(self, most_bytes: int) -> None:
+    spans: Sequence[ImageSpan]
+    layout: Layout
+    salt: str  # the callers who may share the features: no other learns of an image by its time
+    features: dict[int, mx.array] = field(default_factory=dict)  # by the image's first token
+
+    @property
+    def row(self) -> Row:
+        return Row(self.layout, list(self.features.items()))
+
+
+class SeenSequence(Protocol):
+    """A sequence that may have images."""
+
+    images: Images | None
+
+
+class Recent(Generic[K, V]):
+    """Values used lately, bounded by their bytes: the least recently used are dropped. Safe on any
+    thread.
+    """
+
+    def __init__(self, most_bytes: int, measure: Callable[[V], int]) -> None:
         self.most_bytes = most_bytes
-        self._features: OrderedDict[Key, mx.array] = OrderedDict()
         self.nbytes = 0
+        self._measure = measure
+        self._lock = threading.Lock()
+        self._values: OrderedDict[K, V] = OrderedDict()
 
-    def get(self, key: Key) -> mx.array | None:
-        """Return an image's features, (tokens, 1 + DeepStack's, hidden), if they are here."""
-        features = self._features.get(key)
-        if features is not None:
-            self._features.move_to_end(key)
-        return features
+    def get(self, key: K) -> V | None:
+        """Return a value, if it is here."""
+        with self._lock:
+            value = self._values.get(key)
+            if value is not None:
+                self._values.move_to_end(key)
+            return value
 
-    def keep(self, key: Key, features: mx.array) -> None:
-        """Keep evaluated features, unless they alone are too large."""
-        if features.nbytes > self.most_bytes or key in self._features:
-            return
-        self._features[key] = features
-        self.nbytes += features.nbytes
-        while self.nbytes > self.most_bytes:
-            _, dropped = self._features.popitem(last=False)
-            self.nbytes -= dropped.nbytes
+    def keep(self, key: K, value: V) -> None:
+        """Keep a value, unless it is too large by itself."""
+        with self._lock:
+            if key in self._values or self._measure(value) > self.most_bytes:
+                return
+            self._values[key] = value
+            self.nbytes += self._measure(value)
+            while self.nbytes > self.most_bytes:
+                _, dropped = self._values.popitem(last=False)
+                self.nbytes -= self._measure(dropped)
 
     def clear(self) -> None:
-        """Drop all features."""
-        self._features.clear()
-        self.nbytes = 0
+        """Drop all values."""
+        with self._lock:
+            self._values.clear()
+            self.nbytes = 0

@@ -15,13 +15,13 @@ from gateway.engine.models.checkpoint import Checkpoint
 Triple: TypeAlias = tuple[float, float, float]
 
 FILTERS: Final = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")  # by their numbers
-MOST_PATCH: Final = 256  # pixels of a side
-MOST_MERGED: Final = 16
-MOST_FRAMES: Final = 16
+MOST_SIDE: Final = 256  # pixels of a patch's side, patches of a block's, frames of a patch
 MOST_PIXELS: Final = 1 << 28
 CHANNELS: Final = 3  # red, green and blue
 # transformers' values for keys that a file lacks.
 QWEN_DEFAULTS: Final = {
+    "shortest_edge": 56 * 56,
+    "longest_edge": 28 * 28 * 1280,
     "patch_size": 14,
     "merge_size": 2,
     "temporal_patch_size": 2,
@@ -30,7 +30,6 @@ QWEN_DEFAULTS: Final = {
     "rescale_factor": 1 / 255,
     "resample": 3,
 }
-QWEN_SIZE: Final = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +52,8 @@ class QwenPatches:
     def size(self, width: int, height: int, max_tokens: int | None = None) -> tuple[int, int]:
         """Return the width and height to decode an image to.
 
-        A narrow strip may become more than `max_tokens`, as a side has one block at least.
+        A narrow strip, or an image that has to grow, may become a few tokens more than
+        `max_tokens`: transformers rounds those up.
         """
         block = self.patch * self.merge
         most = self.most_pixels
@@ -73,7 +73,7 @@ class QwenPatches:
     def to_patches(self, rgb: NDArray[np.uint8]) -> NDArray[np.float32]:
         """Return patches, a row each, of pixels (height, width, 3) at a size that `size` gave.
 
-        The patches of a block follow one another. A row has channels, frames, and the patch's lines.
+        The patches of a block follow one another. A row has channels, frames and lines.
         """
         rows, columns = self.grid(rgb.shape[1], rgb.shape[0])
         patch, merge = self.patch, self.merge
@@ -115,23 +115,16 @@ def read_qwen(checkpoint: Checkpoint) -> QwenPatches:
         for key in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
             if written.get(key) is False:
                 raise ValueError(f"{key} is false, which is not supported")
-        given = {
-            **QWEN_DEFAULTS,
-            **{key: each for key, each in written.items() if each is not None},
-        }
-        size = {**QWEN_SIZE, **(given.get("size") or {}), **given}
-        least, most = (
-            _count(size, (size.get(key) and key) or edge, MOST_PIXELS)
-            for key, edge in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge"))
-        )
-        if least > most:
-            raise ValueError(f"the least pixels, {least}, are more than the most, {most}")
+        present = {key: each for key, each in written.items() if each is not None}
+        given = {**QWEN_DEFAULTS, **present.get("size", {}), **present}
+        least = "min_pixels" if "min_pixels" in given else "shortest_edge"
+        most = "max_pixels" if "max_pixels" in given else "longest_edge"
         return QwenPatches(
-            patch=_count(given, "patch_size", MOST_PATCH),
-            merge=_count(given, "merge_size", MOST_MERGED),
-            frames=_count(given, "temporal_patch_size", MOST_FRAMES),
-            least_pixels=least,
-            most_pixels=most,
+            patch=_count(given, "patch_size", MOST_SIDE),
+            merge=_count(given, "merge_size", MOST_SIDE),
+            frames=_count(given, "temporal_patch_size", MOST_SIDE),
+            least_pixels=_count(given, least, MOST_PIXELS),
+            most_pixels=_count(given, most, MOST_PIXELS),
             mean=_triple(given, "image_mean"),
             std=_triple(given, "image_std"),
             scale=_triple(given, "rescale_factor")[0],
@@ -150,8 +143,7 @@ def _triple(given: dict[str, Any], key: str) -> Triple:
     """Return a value for each channel; a number alone is that of all three."""
     value = given[key]
     listed = [float(each) for each in (value if isinstance(value, list | tuple) else [value] * 3)]
-    if len(listed) != 3 or not all(map(math.isfinite, listed)):
-        raise ValueError(f"{key} has no number for each of three channels")
-    if key != "image_mean" and 0.0 in listed:
-        raise ValueError(f"{key} is zero")
+    is_divisor = key != "image_mean"
+    if len(listed) != 3 or not all(map(math.isfinite, listed)) or (is_divisor and 0.0 in listed):
+        raise ValueError(f"{key} is no number, or three, to compute with")
     return listed[0], listed[1], listed[2]

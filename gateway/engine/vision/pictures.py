@@ -6,11 +6,12 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from gateway.engine.sandbox_worker import Sandbox
+from gateway.engine.sandbox_worker import Sandbox, refuse_size
 from gateway.errors import BadRequest, Overloaded, Unavailable
 
 MOST_BYTES: Final = 1 << 30  # bytes of memory beside the file: 64 million pixels take 700 MB
 BUSY_S: Final = 2.0
+INVALID: Final = "the process that read it gave an invalid answer"
 
 
 def measure(sandbox: Sandbox, data: bytes, place: str) -> tuple[int, int]:
@@ -25,9 +26,9 @@ def measure(sandbox: Sandbox, data: bytes, place: str) -> tuple[int, int]:
     value = _read(sandbox, {"kind": "measure"}, data, place)
     # Whoever broke into the process may have sent the size.
     match value:
-        case [int(width), int(height)]:
+        case [int(width), int(height)] if refuse_size(width, height) is None:
             return width, height
-    raise _unreadable(place, "the process that read it gave an invalid answer")
+    raise _unreadable(place, INVALID)
 
 
 def decode(
@@ -39,16 +40,11 @@ def decode(
     Raises as `measure` does.
     """
     nbytes = width * height * 3
-    request = {
-        "kind": "decode",
-        "width": width,
-        "height": height,
-        "resample": resample,
-        "answer_bytes": nbytes,
-    }
+    size = {"width": width, "height": height, "resample": resample}
+    request = {"kind": "decode", **size, "answer_bytes": nbytes}
     value = _read(sandbox, request, data, place)
     if not isinstance(value, bytes) or len(value) != nbytes:
-        raise _unreadable(place, "the process that read it gave an invalid answer")
+        raise _unreadable(place, INVALID)
     return np.frombuffer(value, np.uint8).reshape(height, width, 3)
 
 

@@ -3,14 +3,13 @@
 import hashlib
 import hmac
 import secrets
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final, cast
 
 from gateway.engine.models.checkpoint import Checkpoint
 from gateway.engine.sandbox_worker import Sandbox
+from gateway.engine.vision.features import Recent
 from gateway.engine.vision.patches import QwenPatches, read_qwen
 from gateway.engine.vision.pictures import decode, measure
 from gateway.engine.vision.towers import tower_tensors
@@ -19,7 +18,6 @@ from gateway.jobs.images import FIRST_IMAGE_ID, Detail, ImageInput, ImageSpan
 
 # The most tokens of an image by its detail; the model's own files may want fewer.
 MOST_TOKENS: Final[dict[Detail, int]] = {"low": 256, "auto": 2048, "high": 8192}
-PIXEL_BYTES: Final = 256 << 20  # of the images decoded lately, for all models
 _ID_BYTES: Final = 7
 _SECRET: Final = secrets.token_bytes(32)
 
@@ -33,33 +31,12 @@ class Decoded:
     pixels: bytes
 
 
-class PixelCache:
-    """Decoded images, the least recently used dropped first. Safe on any thread."""
+def _count_bytes(image: Decoded) -> int:
+    return len(image.pixels)
 
-    def __init__(self, most_bytes: int = PIXEL_BYTES) -> None:
-        self._most_bytes = most_bytes
-        self._lock = threading.Lock()
-        self._images: OrderedDict[bytes, Decoded] = OrderedDict()
-        self._nbytes = 0
 
-    def get(self, name: bytes) -> Decoded | None:
-        """Return a decoded image by the digest of its file and of its size."""
-        with self._lock:
-            image = self._images.get(name)
-            if image is not None:
-                self._images.move_to_end(name)
-            return image
-
-    def keep(self, name: bytes, image: Decoded) -> None:
-        """Keep a decoded image."""
-        with self._lock:
-            if name in self._images or len(image.pixels) > self._most_bytes:
-                return
-            self._images[name] = image
-            self._nbytes += len(image.pixels)
-            while self._nbytes > self._most_bytes:
-                _, dropped = self._images.popitem(last=False)
-                self._nbytes -= len(dropped.pixels)
+# Images decoded lately, for all models, by a digest of the file and of the size that is wanted.
+_DECODED: Final[Recent[bytes, Decoded]] = Recent(256 << 20, _count_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +47,6 @@ class ImageFormat:
     start: int  # the token before an image, and the one behind it
     end: int
     sandbox: Sandbox
-    decoded: PixelCache = field(default_factory=PixelCache)
     secret: bytes = _SECRET
 
     def count(self, image: ImageInput) -> int:
@@ -80,8 +56,9 @@ class ImageFormat:
 
     def read(self, image: ImageInput) -> Decoded:
         """Return an image's pixels, at the model's size. Raises as `decode` does."""
-        name = hashlib.sha256(image.detail.encode() + image.data).digest()
-        found = self.decoded.get(name)
+        wanted = repr((image.detail, self.patches)).encode()
+        name = hashlib.sha256(hashlib.sha256(wanted).digest() + image.data).digest()
+        found = _DECODED.get(name)
         if found is None:
             width, height = measure(self.sandbox, image.data, image.place)
             width, height = self._size(image, width, height)
@@ -92,7 +69,7 @@ class ImageFormat:
             pixels = rgb.tobytes()
             key = hashlib.sha256(repr(grid).encode() + pixels).digest()
             found = Decoded(key, grid, pixels)
-            self.decoded.keep(name, found)
+            _DECODED.keep(name, found)
         return found
 
     def ids(self, image: Decoded) -> list[int]:

@@ -2,8 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import mlx.core as mx
 import numpy as np
@@ -11,36 +10,16 @@ import numpy as np
 from gateway.engine.device import evaluate
 from gateway.engine.models.counts import text_config
 from gateway.engine.models.decoders import parameters
-from gateway.engine.vision.features import FeatureCache
-from gateway.engine.vision.layout import Layout, lay_out
+from gateway.engine.vision.features import Images, Recent, SeenSequence
+from gateway.engine.vision.layout import lay_out
 from gateway.engine.vision.patches import CHANNELS, QwenPatches
 from gateway.engine.vision.qwen import QwenTower, QwenVision
 from gateway.engine.vision.reading import Row, SeeingDecoder
 from gateway.jobs.images import FIRST_IMAGE_ID, ImageSpan
 from gateway.jobs.steps import ImageCost, SequenceParams
 
-FEATURE_BYTES: Final = 128 << 20  # of the images encoded lately
+FEATURE_BYTES: Final = 128 << 20  # bytes of the features of images that were encoded lately
 _TEXT: Final = Row()
-
-
-@dataclass(slots=True, eq=False)
-class Images:
-    """The images of one sequence. Features are here while its prompt is read."""
-
-    spans: Sequence[ImageSpan]
-    layout: Layout
-    salt: str
-    features: dict[int, mx.array] = field(default_factory=dict)  # by the image's first token
-
-    @property
-    def row(self) -> Row:
-        return Row(self.layout, list(self.features.items()))
-
-
-class SeenSequence(Protocol):
-    """A sequence that may have images."""
-
-    images: Images | None
 
 
 class Sight:
@@ -62,7 +41,7 @@ class Sight:
         self._tower = tower
         self._preprocessing = preprocessing
         self._image_token = config["image_token_id"]
-        self._kept = FeatureCache(most_bytes)
+        self._kept: Recent[tuple[str, bytes], mx.array] = Recent(most_bytes, _count_bytes)
         self.encoded = 0  # images that have gone through the tower
         self.recalled = 0  # images whose features were at hand
 
@@ -136,6 +115,10 @@ class Sight:
         """Release every array."""
         self._kept.clear()
         del self._tower, self._decoder
+
+
+def _count_bytes(features: mx.array) -> int:
+    return features.nbytes
 
 
 class PromptReader:

@@ -1,5 +1,6 @@
-"""Texts → vectors, and the cosine of vectors as a score, in passes that requests share. Vectors are
-cached; texts get the model's prompts, and are refused or cut if they are too long.
+"""Computes vectors of texts, and scores from their cosines, in passes that requests share.
+
+Vectors are cached. Texts get the model's prompts; texts that are too long are refused or cut.
 """
 
 import hashlib
@@ -29,7 +30,7 @@ Vector = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class TextVector:
-    """A text's vector, (dimensions,), its tokens, and whether it was truncated."""
+    """A text's vector, (dimensions,), its number of tokens, and whether the text was truncated."""
 
     vector: Vector
     tokens: int
@@ -37,8 +38,9 @@ class TextVector:
 
 
 class EmbeddingCache:
-    """An LRU cache of at most `size` vectors, by a digest of the text with its prompt, and of the
-    callers' salt, up to 16 bytes.
+    """An LRU cache of at most `size` vectors.
+
+    The key is a digest of the text with its prompt, and of the caller's salt of up to 16 bytes.
     """
 
     def __init__(self, model: str, size: int) -> None:
@@ -48,13 +50,13 @@ class EmbeddingCache:
         self._misses = metrics.of(metrics.EMBEDDING_CACHE, model, "miss")
 
     def resize(self, size: int) -> None:
-        """Change the size, evicting vectors if need be."""
+        """Change the size, and evict vectors beyond it."""
         self._size = size
         while len(self._vectors) > size:
             self._vectors.popitem(last=False)
 
     def get(self, text: str, salt: str, *, truncate: bool) -> TextVector | None:
-        """Return a text's vector; that of a truncated text only if `truncate`."""
+        """Return a text's vector or None. The vector of a truncated text needs `truncate`."""
         if not self._size:
             return None
         key = _digest(text, salt)
@@ -71,7 +73,7 @@ class EmbeddingCache:
         if not self._size:
             return
         key = _digest(text, salt)
-        # A copy: the array is a view of the whole request's array.
+        # Copied, since the vector is a view that would keep the whole request's array alive.
         self._vectors[key] = replace(vector, vector=vector.vector.copy())
         self._vectors.move_to_end(key)
         if len(self._vectors) > self._size:
@@ -103,24 +105,25 @@ class EmbeddingBatcher(RowBatcher[TokenIds]):
         self._cache = EmbeddingCache(name, limits.cache_size)
 
     def adopt(self, limits: EmbeddingLimits) -> None:
-        """Apply new limits, also to waiting requests."""
+        """Apply new limits, including to waiting requests."""
         super().adopt(limits)
         self._cache.resize(limits.cache_size)
 
     async def embed(self, job: EmbedJob, arrival: Arrival | None = None) -> Embedded:
         """Return a vector for every input, in order. `arrival` ends once the inputs are queued.
 
-        Raises Overloaded when too much waits, ContextLengthExceeded for an over-long
-        input, DeadlineExceeded, and EngineFailed when the model fails, or a vector is not finite.
+        Raises Overloaded if the queue is full, ContextLengthExceeded for an input that is too long,
+        DeadlineExceeded, and EngineFailed if the model fails or a vector is not finite.
         """
         async with self._begin(job.caller, arrival) as expected:
             return await self._embed(job, add_prompts(self.engine, self._name, job), expected)
 
     async def rerank(self, job: RerankJob, arrival: Arrival | None = None) -> Reranked:
-        """Return (1 + cosine) / 2 of each document's and its query's vectors; if raw, the cosine.
+        """Return a score for each document: (1 + c) / 2, or c if the job `is_raw`, where c is the
+        cosine of the document's and the query's vectors.
 
-        The texts have the model's prompts for queries and for documents, if it has them. Raises as
-        `embed` does.
+        The model's prompts for queries and documents, if any, are put before the texts. Raises the
+        errors of `embed`.
         """
         query_prompt = find_prompt(self.engine, QUERY_PROMPTS, job.prompt_name)
         document_prompt = find_prompt(self.engine, DOCUMENT_PROMPTS, job.prompt_name)
@@ -181,7 +184,7 @@ class EmbeddingBatcher(RowBatcher[TokenIds]):
     async def _compute_texts(
         self, job: EmbedJob, texts: Sequence[str], arrival: Arrival
     ) -> list[TextVector]:
-        """Embed texts or, if there are none, the job's token ids."""
+        """Embed the texts or, if there are none, the job's token ids."""
         rows = await self._tokenize(job, texts)
         rows, truncated = fit_to_context(self.engine, rows, truncate=job.truncate)
         vectors = await self._queue(rows, job.caller.timings, arrival)
@@ -203,7 +206,7 @@ class EmbeddingBatcher(RowBatcher[TokenIds]):
 
 
 def add_prompts(engine: EmbeddingEngine, model: str, job: EmbedJob) -> list[str]:
-    """Put the prompt that the job names, or the model's own, before each text.
+    """Return the texts, each after the prompt that the job names or the model's default prompt.
 
     Raises BadRequest for a prompt that the model does not have.
     """
@@ -219,12 +222,12 @@ def add_prompts(engine: EmbeddingEngine, model: str, job: EmbedJob) -> list[str]
 
 
 QUERY_PROMPTS: Final = ("query",)
-DOCUMENT_PROMPTS: Final = ("document", "passage")  # Qwen3's name, and e5's
+DOCUMENT_PROMPTS: Final = ("document", "passage")  # the names in Qwen3's and e5's files
 
 
 def find_prompt(engine: EmbeddingEngine, names: Sequence[str], default: str | None) -> str:
-    """Return the model's first prompt with one of `names`; else the prompt named `default`, else
-    the model's own default prompt, else an empty text.
+    """Return the text of the first prompt that the model has among `names`, `default` and its
+    default prompt, or an empty text if it has none.
     """
     for name in (*names, default, engine.default_prompt_name):
         if name is not None and name in engine.prompts:
@@ -233,7 +236,10 @@ def find_prompt(engine: EmbeddingEngine, names: Sequence[str], default: str | No
 
 
 def cosines(queries: Vectors, documents: Vectors) -> npt.NDArray[np.float64]:
-    """Return (documents,): the cosine of each document's row and the one query's, or its own's."""
+    """Return the cosine of each document and its query, (documents,).
+
+    `queries` has one row for all documents, or one row per document.
+    """
     ones, document_rows = queries.astype(np.float64), documents.astype(np.float64)
     lengths = np.linalg.norm(ones, axis=1) * np.linalg.norm(document_rows, axis=1)
     cosines: npt.NDArray[np.float64] = (ones * document_rows).sum(axis=1) / np.where(
@@ -243,7 +249,7 @@ def cosines(queries: Vectors, documents: Vectors) -> npt.NDArray[np.float64]:
 
 
 def check_ids(engine: EmbeddingEngine, model: str, rows: Sequence[TokenIds]) -> None:
-    """Raise BadRequest for ids outside the vocabulary: MLX would read past its table."""
+    """Raise BadRequest for ids outside the vocabulary: MLX would read past the embedding table."""
     size = engine.vocab_size
     for row in rows:
         if not all(0 <= token < size for token in row):
@@ -255,9 +261,9 @@ def check_ids(engine: EmbeddingEngine, model: str, rows: Sequence[TokenIds]) -> 
 def fit_to_context(
     engine: EmbeddingEngine, rows: list[TokenIds], *, truncate: bool
 ) -> tuple[list[TokenIds], set[int]]:
-    """Truncate over-long rows if `truncate`; return the rows, and the indices of those truncated.
+    """Return the rows, with too long ones truncated, and the indices of the truncated rows.
 
-    Raises ContextLengthExceeded otherwise.
+    Raises ContextLengthExceeded for a row that is too long, unless `truncate`.
     """
     limit = engine.max_tokens
     over = [index for index, row in enumerate(rows) if len(row) > limit]

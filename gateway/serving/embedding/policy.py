@@ -1,4 +1,4 @@
-"""Which inputs share a pass and how long it waits for more: functions of their arguments."""
+"""Pure functions that decide which inputs share a pass, and how long a pass waits for more."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from gateway.serving.admission import NO_BOUND
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Windows:
-    """How long a pass waits for more inputs, in seconds, by load."""
+    """The seconds that a pass waits for more inputs, depending on the load."""
 
     low_s: float
     medium_s: float
@@ -18,28 +18,29 @@ class Windows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingLimits:
-    """The bounds of a pass, of the wait for more inputs, and of the queue."""
+    """The limits of a pass, of its wait for more inputs, and of the queue."""
 
     max_batch_size: int
     max_batch_tokens: int
     batch_window_s: float
     min_batch_size: int = 1
-    batch_deadline_s: float = 0.1  # no input waits longer for others
-    # The windows by load, used instead of `batch_window_s`.
+    batch_deadline_s: float = 0.1  # most seconds that an input waits for others
+    # Windows that depend on the load. They replace `batch_window_s`.
     windows: Windows | None = None
     queue_max_tokens: int = NO_BOUND
-    cache_size: int = 0  # vectors that are kept
-    # The longest that a pass should take: measured speed bounds its tokens.
+    cache_size: int = 0  # most vectors in the cache
+    # The most seconds that a pass should take: its tokens are bounded accordingly.
     pass_limit_s: float = 0.25
 
 
 def take_batch(lengths: Sequence[Sequence[int]], max_rows: int, max_tokens: int) -> list[int]:
-    """Decide how many of each request's next inputs share the next padded batch.
+    """Return how many of each request's next inputs share the next padded batch.
 
-    `lengths` has, for each request, oldest first, the tokens of its inputs in the order they
-    are to be taken. One input of each request is taken in turn, so that a huge request leaves
-    room for small ones. A padded batch costs its longest row times its rows. The oldest request's
-    first input is always taken, so that an over-long one is served alone rather than never.
+    `lengths` has, for each request, oldest first, the lengths of its inputs in tokens, in the order
+    in which they are to be taken. Requests take turns, one input each, so that a huge request
+    leaves room for small ones. The tokens of a padded batch are its longest row times its rows. The
+    first input of the oldest request is always taken, even if it exceeds `max_tokens`, since it
+    would never be served otherwise.
     """
     counts = [0] * len(lengths)
     rows = longest = 0
@@ -48,7 +49,7 @@ def take_batch(lengths: Sequence[Sequence[int]], max_rows: int, max_tokens: int)
         request = turns.popleft()
         length = lengths[request][counts[request]]
         if rows and max(longest, length) * (rows + 1) > max_tokens:
-            continue  # its next inputs are longer still
+            continue  # the request's other inputs are at least as long
         longest = max(longest, length)
         rows += 1
         counts[request] += 1
@@ -79,15 +80,16 @@ def patience(
     *,
     newest_age_s: float | None,
 ) -> float:
-    """Return how many more seconds `rows` waiting inputs, the oldest `age_s` old, wait for others.
+    """Return for how many more seconds `rows` inputs, the oldest `age_s` old, wait for others.
 
-    `newest_age_s` is the age of the newest request still on its way, None if none is. There are
-    four cases:
+    `newest_age_s` is the age of the newest request that is on its way to the queue, or None. There
+    are four cases:
     1. The batch is full: 0.
-    2. It is below the minimum size: the rest of the window, and of the deadline.
+    2. The batch is below the minimum size: the rest of the window or of the deadline, whichever is
+       shorter.
     3. No request is on its way: 0, the fast path.
-    4. One is: the same as 2, but at most until it has been on its way for a window, so that no
-       pass waits for a slow client.
+    4. A request is on its way: as in case 2, but at most until the request has been on its way for
+       a window, so that no pass waits for a slow client.
     """
     if rows >= limits.max_batch_size or limits.max_batch_size == 1:
         return 0.0

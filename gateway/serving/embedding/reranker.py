@@ -1,4 +1,4 @@
-"""Pairs of a query and a document → scores, in passes that requests share."""
+"""Scores pairs of a query and a document, in passes that requests share."""
 
 from collections.abc import Iterator, Sequence
 from itertools import repeat
@@ -43,9 +43,9 @@ class RerankBatcher(RowBatcher[Pair]):
     async def rerank(self, job: RerankJob, arrival: Arrival | None = None) -> Reranked:
         """Return a score for every document, in order. `arrival` ends once the pairs are queued.
 
-        Raises Overloaded when too much waits, ContextLengthExceeded for a query that is too long
-        or, unless `truncate`, such a document, DeadlineExceeded, and EngineFailed when the model
-        fails, or a score is not finite.
+        Raises Overloaded if the queue is full, ContextLengthExceeded for a query that is too long
+        (or, unless the job has `truncate`, a document), DeadlineExceeded, and EngineFailed if the
+        model fails or a score is not finite.
         """
         timings = job.caller.timings
         async with self._begin(job.caller, arrival) as expected:
@@ -59,7 +59,7 @@ class RerankBatcher(RowBatcher[Pair]):
         return Reranked(relevance(logits, is_raw=job.is_raw), tokens, truncated)
 
     async def _encode(self, part: Part, job: RerankJob) -> list[Pair]:
-        """Encode queries, each with its documents: off the loop unless they are short."""
+        """Tokenize queries, each with its documents; on a thread unless they are short."""
 
         def encode() -> list[Pair]:
             return [
@@ -86,7 +86,7 @@ class RerankBatcher(RowBatcher[Pair]):
             raise ContextLengthExceeded(limit, tokens, noun="documents", part="documents")
 
     def _score(self, pairs: Sequence[Pair]) -> Vectors:
-        """Return the logits of pairs, all finite. On the lane only."""
+        """Return the pairs' logits. Raises EngineFailed unless all are finite. On the lane only."""
         logits = self.engine.score(pairs)
         if not np.isfinite(logits).all():
             raise EngineFailed(self._name, "a score is not finite.")
@@ -94,7 +94,7 @@ class RerankBatcher(RowBatcher[Pair]):
 
 
 def _slices(job: RerankJob) -> Iterator[Part]:
-    """Yield queries, each with its documents, about SLICE_CHARS of them at once."""
+    """Yield slices of about SLICE_CHARS: lists of queries, each with its documents."""
     pairs = zip(job.queries or repeat(job.query), job.documents)  # noqa: B905
     part: dict[int, tuple[str, list[str]]] = {}
     chars = 0
@@ -108,10 +108,10 @@ def _slices(job: RerankJob) -> Iterator[Part]:
 
 
 def relevance(logits: Vectors, *, is_raw: bool) -> npt.NDArray[np.float64]:
-    """Return (rows,): the log-odds of relevance or, unless `is_raw`, its probability.
+    """Return the log-odds of relevance if `is_raw`, else its probability, (rows,).
 
-    The last of several labels is relevance, and its probability is that of a softmax, as llama.cpp
-    computes it for two labels; vLLM and sentence-transformers rank only by models with one label.
+    The last label stands for relevance. If there are several labels, its probability is that of a
+    softmax, as in llama.cpp with two labels. vLLM and sentence-transformers support only one label.
     """
     odds = logits[:, -1].astype(np.float64)
     if logits.shape[1] > 1:

@@ -22,7 +22,7 @@ log = logs.get("embedding")
 
 
 class RowRequest(Generic[R]):
-    """One request's rows, taken shortest first to keep padding low."""
+    """The rows of one request. Short rows are taken first, to keep padding low."""
 
     def __init__(self, rows: Sequence[R], timings: Timings) -> None:
         self.arrived = clock.now()
@@ -40,32 +40,32 @@ class RowRequest(Generic[R]):
 
     @property
     def is_over(self) -> bool:
-        """Return True if it has results or an error, or its caller has left."""
+        """Return True if the request has results or an error, or its caller has left."""
         return self.results.done()
 
     @property
     def is_waiting(self) -> bool:
-        """Return True if any of its rows wait for a batch."""
+        """Return True if any of the request's rows wait for a batch."""
         return not self.is_over and self._taken < len(self._order)
 
     @property
     def waiting(self) -> int:
-        """Return the number of rows that wait."""
+        """Return the number of rows that wait for a batch."""
         return len(self._order) - self._taken
 
     def lengths(self, most: int) -> list[int]:
-        """Return the lengths in tokens of the next rows, at most `most`."""
+        """Return the lengths of the next rows, in tokens, for up to `most` rows."""
         return [len(self._rows[i]) for i in self._order[self._taken : self._taken + most]]
 
     def take(self, count: int) -> "list[Row[R]]":
-        """Take the next rows, for a batch."""
+        """Take the next `count` rows into a batch."""
         tickets = self._order[self._taken : self._taken + count]
         self._taken += count
         self._timings.stage = Stage.INFERENCE
         return [Row(self, index, self._rows[index]) for index in tickets]
 
     def note_pass(self, seconds: float, turn: Turn) -> None:
-        """Add the seconds of a pass and, once a turn, of the wait for the lane before it."""
+        """Add the seconds of a pass and, once per turn, the seconds of the wait for the lane."""
         self._inferred_s += seconds
         if turn is not self._turn:
             self._turn = turn
@@ -73,7 +73,7 @@ class RowRequest(Generic[R]):
             self._lane_s += max(0.0, min(turn.waited_s, turn.gained - self.arrived))
 
     def answer(self, index: int, result: Vectors) -> None:
-        """Add one row's result, (width,); the last one completes the results."""
+        """Add the result of one row, (width,). The last row's result completes `results`."""
         if self._array is None:
             self._array = np.empty((len(self._rows), len(result)), dtype=np.float32)
         self._array[index] = result
@@ -82,12 +82,12 @@ class RowRequest(Generic[R]):
             self.results.set_result(self._array)
 
     def close(self) -> None:
-        """Take part in no further pass."""
+        """Stop waiting: no further rows are computed."""
         self.results.cancel()
 
     def write_timings(self) -> None:
-        """Record the time in each stage."""
-        # The rest of the time, neither lane nor inference, was queue.
+        """Record the time that the request spent in each stage."""
+        # Time that was neither LANE nor INFERENCE counts as QUEUE.
         now, add = clock.now(), self._timings.add
         inferred_since = now - self._inferred_s
         lane_since = inferred_since - self._lane_s
@@ -96,7 +96,7 @@ class RowRequest(Generic[R]):
         add(Stage.INFERENCE, inferred_since, now)
 
     def refuse(self, error: GatewayError) -> None:
-        """Fail with an error unless it is over."""
+        """Fail the request with an error, unless it is over."""
         if not self.is_over:
             self.results.set_exception(error)
 
@@ -112,9 +112,9 @@ class Row(NamedTuple, Generic[R]):
 class RowBatcher(Generic[R]):
     """One model's queue of requests, and the worker that computes their rows.
 
-    `kind` names its turns of the lane. `compute` runs on the lane, with rows sorted by length; it
-    returns one result for each, as an array of (rows, width) float32. `probe` computes a row of the
-    model's own, on the lane too.
+    `kind` names the worker's turns of the lane. `compute` gets rows sorted by length, and returns
+    their results, (rows, width) float32. `probe` computes a fixed row, to find out whether the
+    device works. Both run on the lane.
     """
 
     kind: ClassVar[str]
@@ -141,18 +141,20 @@ class RowBatcher(Generic[R]):
 
     @property
     def tickets(self) -> int:
-        """Return the number of requests with rows that wait."""
+        """Return the number of requests that have waiting rows."""
         return sum(request.is_waiting for request in self._waiting)
 
     def adopt(self, limits: EmbeddingLimits) -> None:
-        """Apply new limits, also to waiting requests."""
+        """Apply new limits, including to waiting requests."""
         self._limits = limits
         self._pace.limit_s = limits.pass_limit_s
         self._tokens.limit = limits.queue_max_tokens
 
     @contextlib.asynccontextmanager
     async def _begin(self, caller: Caller, arrival: Arrival | None) -> AsyncIterator[Arrival]:
-        """Until the caller's deadline, yield its arrival, which ends once its rows are queued."""
+        """Yield the request's arrival, which is to end once its rows are queued. Cancels the body
+        at the caller's deadline.
+        """
         timings = caller.timings
         timings.model, timings.stage = self._name, Stage.TOKENIZE
         async with until_deadline(caller):
@@ -163,7 +165,7 @@ class RowBatcher(Generic[R]):
                 yield own_arrival
 
     async def _queue(self, rows: Sequence[R], timings: Timings, arrival: Arrival) -> Vectors:
-        """Queue rows and return their results. Raises Overloaded when too many tokens wait."""
+        """Queue rows and return their results. Raises Overloaded if too many tokens are queued."""
         with self._tokens.admit(sum(map(len, rows))):
             request = RowRequest(rows, timings)
             self._waiting.append(request)
@@ -177,7 +179,7 @@ class RowBatcher(Generic[R]):
             return results
 
     def _count(self, timings: Timings, tokens: int, truncated: int) -> None:
-        """Count the tokens of an answered request, and its inputs that were cut."""
+        """Count the tokens and truncated inputs of an answered request."""
         timings.tokens_in, timings.stage = tokens, None
         metrics.count_prompt(self._name, tokens)
         if truncated:
@@ -191,7 +193,8 @@ class RowBatcher(Generic[R]):
                 await self._collect()
                 async with self._lane.turn(self.kind) as turn:
                     await self._pass(turn)
-                    # Several passes share a turn while others wait and their turn is not due.
+                    # Run further passes in this turn until another turn is due. If no other turn
+                    # waits, end this one, and collect requests again.
                     while self._has_work() and turn.is_contended and not turn.is_up:
                         await self._pass(turn)
 
@@ -206,7 +209,7 @@ class RowBatcher(Generic[R]):
         return bool(self._waiting)
 
     async def _collect(self) -> None:
-        """While the lane is idle, wait for the rest of a burst of requests."""
+        """Wait for the rest of a burst of requests, while the lane is idle."""
         is_first = True
         await self._arrivals.yield_to_loop()
         while self._lane.is_idle and self._has_work():
@@ -226,7 +229,7 @@ class RowBatcher(Generic[R]):
             await arrivals.wait_for_change(more_s)
 
     async def _pass(self, turn: Turn) -> None:
-        """Compute a batch, chosen now that the lane is held."""
+        """Choose a batch from the requests that wait now that the lane is held, and compute it."""
         batch = self._take()
         if not batch:
             return
@@ -266,10 +269,10 @@ class RowBatcher(Generic[R]):
             await self._retry_alone(turn, batch, error)
 
     async def _retry_alone(self, turn: Turn, batch: list[Row[R]], error: Exception) -> None:
-        """Compute each row alone, so that only those at fault fail."""
+        """Compute each row alone, so that only the rows at fault fail."""
         fault = await self._note(turn, error)
-        # A single row is tried again too after two faults: memory ran out, and some is given back
-        # now; or nothing could be compiled, and for now it runs unfused.
+        # Even a single row is retried after two kinds of fault: memory ran out, and some is freed
+        # now; or compiling failed, and the retry runs without compiled code.
         if fault is Fault.PRESSURE:
             await turn(self._lane.health.shed)
         for row in batch:
@@ -283,7 +286,7 @@ class RowBatcher(Generic[R]):
             _refuse([row], self._as_error(error))
 
     async def _note(self, turn: Turn, error: Exception) -> Fault:
-        """Note a pass's error. Raises DeviceLost if the device is lost."""
+        """Record the error of a pass; return its kind. Raises DeviceLost if the device is lost."""
         health = self._lane.health
         fault = health.classify(error)
         await turn(health.note, fault, str(error), self._probe)
@@ -315,7 +318,7 @@ class RowBatcher(Generic[R]):
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[Self]:
-        """Serve the queue while entered; requests that still wait at the end fail."""
+        """Serve the queue while entered. Requests that still wait at exit fail with Unavailable."""
         worker = asyncio.create_task(
             run_forever(f"{self.kind} {self._name}", self._work, self._end_failed)
         )

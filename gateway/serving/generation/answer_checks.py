@@ -1,4 +1,4 @@
-"""Checks of finished answers by their schemas, also by the parts that no grammar enforces."""
+"""Validates finished answers against JSON schemas, including parts that no grammar enforces."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,7 @@ log = logs.get("generation")
 
 
 class Fit(Enum):
-    """Whether a finished choice fits its schemas: BROKEN if it violates one that it must fit."""
+    """Whether a finished choice fits its schemas. BROKEN: it violates a schema that it must fit."""
 
     VALID = "valid"
     INVALID = "invalid"
@@ -25,12 +25,12 @@ class Fit(Enum):
 
     @property
     def is_valid(self) -> bool | None:
-        """Return True if it fits, False if not, None if that is unknown."""
+        """Return True if the choice fits, False if it doesn't, and None if that is unknown."""
         return None if self is Fit.UNKNOWN else self is Fit.VALID
 
 
 def choose_retried(job: GenerateJob, fits: Sequence[Fit | None]) -> list[int]:
-    """Return the choices to write again: those that do not fit, if another try may differ."""
+    """Return the indices of the choices to retry: those that don't fit, if a retry may differ."""
     if job.sampling.seed is not None or job.sampling.temperature == 0:
         return []
     return [index for index, fit in enumerate(fits) if fit in (Fit.INVALID, Fit.BROKEN)]
@@ -38,7 +38,7 @@ def choose_retried(job: GenerateJob, fits: Sequence[Fit | None]) -> list[int]:
 
 @dataclass(slots=True)
 class _Choice:
-    """A choice so far: its text, the name and arguments of each call, and whether it was cut."""
+    """The collected text and calls of a choice so far; each call has a name and arguments."""
 
     text: list[str] = field(default_factory=list)
     calls: dict[int, tuple[list[str], list[str]]] = field(default_factory=dict)
@@ -46,7 +46,7 @@ class _Choice:
 
 
 class AnswerChecker:
-    """Collects the choices of one job, and checks them by its schemas if it has any."""
+    """A collector of one job's choices, which checks them against the job's schemas, if any."""
 
     def __init__(
         self,
@@ -61,7 +61,8 @@ class AnswerChecker:
         self._pool = pool
         self._job = job
         self._choices: dict[int, _Choice] = {}
-        # JSON pointers to the parts that no grammar enforces; a function's name precedes its own.
+        # JSON pointers to parts of the schemas that no grammar enforces. A pointer into the
+        # parameters of a function begins with the function's name.
         self.unenforced = unenforced
         functions = () if job.calling is None else job.calling.functions
         self._held = {
@@ -86,15 +87,15 @@ class AnswerChecker:
             arguments.append(delta.call.arguments)
 
     async def check(self, index: int) -> Fit | None:
-        """Return whether a finished choice fits, and count the result; None if it has no schema.
+        """Return whether a finished choice fits, and count the result. None if there is no schema.
 
-        The result is UNKNOWN if the choice was cut, the deadline passed, or no check can tell.
+        The result is UNKNOWN if the choice was cut, the deadline passed, or the check cannot tell.
         """
         choice = self._choices.pop(index, None)
         if choice is None:
             return None
         schemas: list[tuple[str, str, bool]] = []
-        if not choice.is_cut:  # a cut answer is not whole, as the caller asked
+        if not choice.is_cut:  # the caller's limits cut the answer, so it needn't fit
             schemas += self._schemas(choice)
         if not schemas and not self.unenforced:
             return None
@@ -106,7 +107,7 @@ class AnswerChecker:
         return fit
 
     async def require_fits(self) -> None:
-        """Check every choice. Raises SchemaViolated if one is broken."""
+        """Check every choice. Raises SchemaViolated if one is BROKEN."""
         for index in list(self._choices):
             if await self.check(index) is Fit.BROKEN:
                 raise SchemaViolated
@@ -129,7 +130,7 @@ class AnswerChecker:
         return Fit.VALID if is_known else Fit.UNKNOWN
 
     def _schemas(self, choice: _Choice) -> Iterator[tuple[str, str, bool]]:
-        """Yield each schema, the text to check by it, and whether that must fit."""
+        """Yield each schema, the text to validate against it, and whether the text must fit."""
         grammar = self._job.grammar
         for name, arguments in choice.calls.values():
             function = self._held.get("".join(name))

@@ -30,14 +30,15 @@ from gateway.serving.tokenize import ThreadPools, prompt_kind
 
 log = logs.get("generation")
 
-# Decoding waits only for prompts of up to this many passes, and no longer than these may take.
+# Decoding waits only for prompts that take at most this many prefill passes, and at most for the
+# time of that many passes.
 PREFILL_FIRST_PASSES = 2
-RETRY_PAUSE_S = 0.1  # pause after a failed turn, as the next may fail too
+RETRY_PAUSE_S = 0.1  # pause after a failed turn, since the next may fail too
 
 
 @dataclass(slots=True)
 class Generation:
-    """A job under way: its usage, its parameters, and its deltas as they come."""
+    """A running job: its usage, its parameters, and an iterator over its deltas."""
 
     usage: Usage
     deltas: AsyncGenerator[Delta, None]
@@ -46,7 +47,7 @@ class Generation:
 
 
 class GenerationBatcher:
-    """One model's sequences. Its workers run while `running` is entered."""
+    """The sequences of one model, and the workers that run them while `running` is entered."""
 
     def __init__(
         self,
@@ -73,7 +74,8 @@ class GenerationBatcher:
         self._wake_events = {kind: asyncio.Event() for kind in ("prefill", "decode")}
         self._decode_waits_since: float | None = None
         self._warnings: set[str] = set()  # events logged already
-        self._interrupt = threading.Event()  # sequences have to leave: ends the turn after its pass
+        # Set when sequences have to leave, so that the current turn ends after its pass.
+        self._interrupt = threading.Event()
         self._pace = PrefillPace(limits)
         self._gains = DraftGains()
         self._state = StepResult()  # the engine's state after the last pass
@@ -82,7 +84,7 @@ class GenerationBatcher:
 
     @property
     def rows(self) -> int:
-        """Return the number of sequences that are read or decode."""
+        """Return the number of sequences in prefill or decoding."""
         return self._scheduler.running
 
     @property
@@ -92,12 +94,12 @@ class GenerationBatcher:
 
     @property
     def routing_keys(self) -> Sequence[bytes]:
-        """Return the routing keys of the kept prompts."""
+        """Return the routing keys of the prompts in the prefix cache."""
         return self.engine.routing_keys()
 
     @property
     def is_short_of_memory(self) -> bool:
-        """Return True while a sequence waits for memory."""
+        """Return True if a sequence waits for memory."""
         return self._scheduler.is_short_of_memory
 
     @property
@@ -121,7 +123,7 @@ class GenerationBatcher:
         self.adopt(self._limits)
 
     def _on_fault(self, fault: PassFault) -> None:
-        """Log the error of a pass; its sequences are read again, fewer at once after low memory."""
+        """Log the error of a pass. After a lack of memory, run fewer sequences at once."""
         metrics.of(metrics.BATCH_FAULTS, self._name).inc()
         log.warning("batch_fault", model=self._name, fault=fault.fault.value, error=fault.message)
         if fault.is_pressure:
@@ -129,7 +131,7 @@ class GenerationBatcher:
         self.note_batching()
 
     def adopt(self, limits: GenerationLimits) -> None:
-        """Apply new limits, also to running sequences."""
+        """Apply new limits, including to running sequences."""
         self._limits = limits
         self._scheduler.limits = self._cap_batch(limits)
         self._queue.adopt(max_tokens=limits.queue_max_tokens, max_choices=limits.queue_limit)
@@ -141,20 +143,21 @@ class GenerationBatcher:
     async def generate(
         self, job: GenerateJob, on_full: Callable[[], None] | None = None
     ) -> AsyncIterator[Generation]:
-        """Enter once the job is queued, then iterate over `deltas`. Leaving drops every sequence.
+        """Queue a job, and yield its Generation; the caller then iterates over `deltas`.
 
-        If the queue is full and `on_full` is set, call it and wait for a place until the deadline.
+        Exiting drops every sequence of the job. If the queue is full and `on_full` is set, that is
+        called, and the job waits for a place until the deadline.
 
         Raises Overloaded if the queue is full, BadRequest for a prompt that cannot be rendered,
-        ContextLengthExceeded, and PromptTooLarge if its KV can never fit; iterating raises
-        DeadlineExceeded and EngineFailed.
+        ContextLengthExceeded, and PromptTooLarge if the prompt's KV can never fit in memory.
+        Iterating raises DeadlineExceeded and EngineFailed.
         """
         timings, name = job.caller.timings, self._name_for(job)
         timings.model, timings.stage = name, Stage.TOKENIZE
         sequences = await self._plan(job)
         async with self._queue.place(job.caller, sequences, on_full):
-            # Only the longest is checked: a check takes 0.1 ms of the loop, and labels may have
-            # thousands of steps.
+            # Only the longest sequence is checked: a check takes 0.1 ms on the event loop, and
+            # scoring labels may take thousands of sequences.
             self.memory.check(self._name, max(sequences, key=lambda each: len(each.prompt)))
             sequences = await self._compile(job, sequences)
             inbox: asyncio.Queue[Delta | GatewayError] = asyncio.Queue()
@@ -164,12 +167,9 @@ class GenerationBatcher:
             choices[0].timings, timings.stage = timings, Stage.QUEUE
             self._wait(choices)
             counted = [choice.params for choice in choices if choice.counts_prompt]
-            image_tokens = [image.tokens for each in counted for image in each.images]
-            usage = Usage(
-                prompt_tokens=sum(len(each.prompt) for each in counted),
-                image_tokens=sum(image_tokens),
-            )
-            metrics.count_images(name, image_tokens)
+            images = [image.tokens for each in counted for image in each.images]
+            usage = Usage(sum(len(each.prompt) for each in counted), image_tokens=sum(images))
+            metrics.count_images(name, images)
             timings.tokens_in = usage.prompt_tokens
             metrics.count_prompt(name, usage.prompt_tokens)
             compiled = sequences[0].compiled
@@ -189,7 +189,7 @@ class GenerationBatcher:
                 self._drop(choices)
 
     async def count_tokens(self, job: GenerateJob) -> int:
-        """Return the tokens of a job's prompt, even if it is longer than the model's context.
+        """Return the number of a job's prompt tokens, even beyond the model's context.
 
         Raises BadRequest for a prompt that cannot be rendered.
         """
@@ -207,7 +207,7 @@ class GenerationBatcher:
         return sequences
 
     def _name_for(self, job: GenerateJob) -> str:
-        """Return the model that a job is for: an adapter of this one has a name of its own."""
+        """Return the id of the job's model, which may be an adapter of this one."""
         return job.adapter.model if job.adapter is not None else self._name
 
     def _warn_once(self, event: str, **details: str | int) -> None:
@@ -255,13 +255,13 @@ class GenerationBatcher:
         self._wake_events["prefill"].set()
 
     def _drop(self, choices: Sequence[Choice]) -> None:
-        """Drop every sequence of a job. Running ones leave before the next step."""
+        """Drop every sequence of a job. Running sequences leave the batch before the next step."""
         if self._scheduler.drop(choices):
             self._interrupt.set()
             self._wake()
 
     def _on_memory_change(self) -> None:
-        """Wake the workers if sequences wait for memory, or kept prompts have to go."""
+        """Wake the workers if sequences wait, or if the prefix cache has to shrink."""
         if self.tickets or self.memory.must_shrink_prefixes:
             self._wake()
 
@@ -270,7 +270,7 @@ class GenerationBatcher:
             event.set()
 
     async def _prefill(self) -> None:
-        """Admit sequences and prefill a chunk in each turn, for ever."""
+        """Loop forever: in each turn let sequences join, and prefill a chunk."""
         scheduler = self._scheduler
         while True:
             try:
@@ -278,7 +278,7 @@ class GenerationBatcher:
                     await self._wake_events["prefill"].wait()
             except TimeoutError:
                 scheduler.end_stuck(NoRoom(self._name, ()))
-                self._wake_events["decode"].set()  # some may end with the tokens they have
+                self._wake_events["decode"].set()  # sequences that have tokens end in a decode turn
             self._wake_events["prefill"].clear()
             while self._state.reading or scheduler.may_join:
                 if not await self._turn("prefill"):
@@ -288,19 +288,19 @@ class GenerationBatcher:
                 scheduler.make_room()
 
     async def _decode(self) -> None:
-        """Remove sequences that end and decode the next tokens of the others, for ever."""
+        """Loop forever: in each turn remove sequences that leave, and decode the others."""
         while True:
             await self._wake_events["decode"].wait()
             self._wake_events["decode"].clear()
             while self._state.decoding or self._scheduler.must_move:
                 if self._prefill_goes_first():
-                    break  # prefill has its turn first
+                    break  # the prefill worker takes a turn first
                 if not await self._turn("decode"):
                     break
                 self._decode_waits_since = None
 
     def _prefill_goes_first(self) -> bool:
-        """Return True if decoding sequences wait for those in prefill, and record since when."""
+        """Return True if decoding should wait for prefill, and record since when it has waited."""
         scheduler, now = self._scheduler, clock.now()
         if scheduler.must_move or not self._state.reading:
             return False
@@ -311,7 +311,7 @@ class GenerationBatcher:
         return prefill_goes_first(soon, scheduler.decoding, waited_s, bound_s)
 
     async def _turn(self, kind: str) -> bool:
-        """Take a turn: schedule, run, process. Return False if the lane is closed."""
+        """Take a turn of the lane: schedule sequences, run passes. Return False if it is closed."""
         scheduler = self._scheduler
         try:
             async with self._lane.turn(kind, self._name) as turn:
@@ -330,11 +330,11 @@ class GenerationBatcher:
             await asyncio.sleep(RETRY_PAUSE_S)
         self.note_batching()
         scheduler.hold()
-        self._wake()  # one worker's turn may make work for the other
+        self._wake()  # this turn may have made work for the other worker
         return True
 
     def _run(self, plan: StepPlan, turn: Turn, loop: asyncio.AbstractEventLoop) -> None:
-        """Run the passes of a turn; the first applies the plan's changes. On the lane's thread."""
+        """Run the passes of a turn, the first with the plan's changes. On the lane's thread."""
         result, decoded = self._state, 0
         while True:
             started = clock.now()
@@ -354,7 +354,8 @@ class GenerationBatcher:
                     self._pace.note(result.size.padded_tokens, seconds)
                 has_more = bool(result.reading) and turn.is_contended
             else:
-                # The first step's pass may have run during another worker's turn.
+                # The first step's pass may have been launched before this turn, and run during the
+                # other worker's turn: its time would be too short.
                 is_whole = decoded > 0 or not turn.is_contended
                 judged = self._gains.note(result, seconds) if is_whole else None
                 if judged is not None:
@@ -364,24 +365,24 @@ class GenerationBatcher:
             if not has_more or self._interrupt.is_set() or turn.is_up:
                 break
             plan = StepPlan(kind=plan.kind)
-        # The device's launched work must not run in another's turn.
+        # Work launched on the device must not run on into another turn.
         if turn.is_contended:
             self.engine.synchronize()
         else:
             turn.leave_under_way(self.engine.synchronize)
 
     def _heed(self, faults: Sequence[PassFault]) -> None:
-        """Note faults, and free memory if it ran out. Raises DeviceLost if the device is lost."""
+        """React to faults: free memory if it ran out. Raises DeviceLost if the device is lost."""
         health = self._lane.health
         for fault in faults:
             if fault.is_pressure:
                 self._interrupt.set()  # sequences have to be preempted before the next pass
-                self.engine.synchronize()  # waits here, or shedding would meet the step's errors
+                self.engine.synchronize()  # else `shed` would raise the step's late errors
                 health.shed()
             health.note(fault.fault, fault.message, self.engine.probe)
 
     def _process(self, kind: str | None, result: StepResult, seconds: float) -> None:
-        """Take note of a pass, and hand each delta to its choice."""
+        """Record the result of a pass, and deliver each delta to its choice."""
         for fault in result.faults:
             self._on_fault(fault)
         self._state = result
@@ -428,13 +429,13 @@ class GenerationBatcher:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator["GenerationBatcher"]:
-        """Run the workers while entered; sequences that remain at the end fail with Unavailable."""
+        """Run the workers while entered. At exit the remaining sequences fail with Unavailable."""
 
         def end(error: Exception) -> None:
             self.end(self._lane.health.as_error(self._name, error))
 
-        # Prefill and decode are two kinds of work, each with a worker and turns of the lane of its
-        # own, so that neither a long prompt nor many answers keep the other from the lane.
+        # Prefill and decode are two kinds of work, each with its own worker and its own turns of
+        # the lane, so that neither a long prompt nor many answers keep the other from the lane.
         workers = [
             asyncio.create_task(run_forever(f"{kind} {self._name}", work, end))
             for kind, work in (("prefill", self._prefill), ("decode", self._decode))
@@ -454,16 +455,16 @@ class GenerationBatcher:
 
 
 class AdaptedBatcher:
-    """The batcher of a base, for the requests of one of its adapters."""
+    """A view of a base model's batcher that runs jobs with one of its adapters."""
 
-    # An adapter has no workers, queue, limits or counts of sequences of its own: the base has them.
+    # An adapter uses the base's workers, queue, limits and counts of sequences.
     def __init__(self, base: GenerationBatcher, adapter: Adapter) -> None:
         self._base = base
         self._adapter = adapter
 
     @property
     def tickets(self) -> int:
-        """Return 0: its sequences wait among the base's."""
+        """Return 0: the base's batcher counts the adapter's sequences."""
         return 0
 
     @property
@@ -473,12 +474,12 @@ class AdaptedBatcher:
 
     @property
     def verdict(self) -> Verdict | None:
-        """Return the verdict of the base's self-test."""
+        """Return the verdict of the base model's self-test."""
         return self._base.verdict
 
     @property
     def routing_keys(self) -> Sequence[bytes]:
-        """Return the routing keys of this adapter's kept prompts."""
+        """Return the routing keys of this adapter's prompts in the prefix cache."""
         return self._base.engine.routing_keys(self._adapter.number)
 
     def generate(
@@ -490,7 +491,7 @@ class AdaptedBatcher:
         return await self._base.count_tokens(self._adapt(job))
 
     def end(self, error: GatewayError) -> None:
-        """Do nothing: its sequences end with the base's."""
+        """Do nothing: the adapter's sequences end with the base's."""
 
     def _adapt(self, job: GenerateJob) -> GenerateJob:
         return replace(job, adapter=self._adapter)

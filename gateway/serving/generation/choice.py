@@ -1,4 +1,4 @@
-"""One choice of a job: serving's half of an answer, from its place in the queue to its end."""
+"""One choice of a job, from the queue to its end, as serving sees it; the reader of its deltas."""
 
 import asyncio
 from collections import defaultdict
@@ -26,17 +26,17 @@ class Choice:
     inbox: asyncio.Queue[Delta | GatewayError]  # shared by all choices of the job
     rank: float = 0.0
     timings: Timings | None = None  # the job's timings; only its first choice has them
-    request: str = ""  # requests take turns to have a sequence join
+    request: str = ""  # the request's number: requests take turns in having a sequence join
     id: int = 0  # the sequence's id; 0 until it joins
     is_over: bool = False
-    is_queued: bool = False  # True: it waits to join, or to join again
-    is_held: bool = False  # True: it is in the batch but parked, or to be parked after prefill
+    is_queued: bool = False  # True while it waits to join, or to join again
+    is_held: bool = False  # True: in the batch, and parked or about to be parked after prefill
     tokens: int = 0
-    length: int = 0  # tokens of prompt and answer that memory is held for
+    length: int = 0  # tokens, of prompt and answer, for which memory is reserved
     preemptions: int = 0
-    rotated_at: int = 0  # `tokens` at the time it began to decode, or resumed
-    stuck_since: float | None = None  # time it first lacked memory that only other models hold
-    # The time at which it arrived, joined, or had its first token.
+    rotated_at: int = 0  # value of `tokens` when it last began or resumed decoding
+    stuck_since: float | None = None  # time since which it lacks memory that other models hold
+    # The time of its last change of stage: when it arrived, joined, or had its first token.
     since: float = field(default_factory=clock.now)
 
     @property
@@ -45,21 +45,22 @@ class Choice:
 
     @property
     def stage(self) -> Stage:
-        """Return its present stage, or its last."""
+        """Return the choice's current stage, or its last stage if it is over."""
         if not self.id:
             return Stage.QUEUE
         return Stage.DECODE if self.tokens else Stage.PREFILL
 
     @property
     def counts_prompt(self) -> bool:
-        """Return True if its prompt counts for the usage."""
-        # All choices share one prompt, and so do all steps into the labels of a question.
+        """Return True if the choice's prompt counts towards the usage."""
+        # All choices of a job share one prompt, which counts once. The steps that score a
+        # question's labels share one prompt too.
         step = self.params.step
         return self.index == 0 if step is None else step.is_first
 
     @property
     def used(self) -> int:
-        """Return the tokens of its prompt and its answer so far."""
+        """Return the number of the choice's tokens so far, prompt and answer."""
         return len(self.params.prompt) + self.tokens
 
     @property
@@ -69,37 +70,37 @@ class Choice:
 
     @property
     def max_length(self) -> int:
-        """Return the tokens of its prompt and of its longest possible answer."""
+        """Return the most tokens that the choice may have, prompt and answer."""
         return len(self.params.prompt) + self.params.max_tokens
 
     @property
     def run(self) -> int:
-        """Return the tokens that it has decoded since it began or resumed."""
+        """Return the number of tokens since the choice began or resumed decoding."""
         return self.tokens - self.rotated_at
 
     @property
     def will_decode(self) -> bool:
-        """Return True if it decodes after prefill, which yields its answer's first token."""
+        """Return True if the choice needs decode steps: prefill itself yields the first token."""
         return self.max_length - self.used > 1
 
     @property
     def needs_more(self) -> bool:
-        """Return True if it will soon have more tokens than memory is held for."""
+        """Return True if the choice will soon exceed the tokens for which memory is reserved."""
         return self.length < min(self.max_length, self.used + MARGIN)
 
     def cap_at_memory(self) -> int:
-        """Limit the answer to the tokens that memory is held for, and return that limit."""
+        """Limit the answer to the reserved memory; return the answer's most tokens."""
         limit = self.length - len(self.params.prompt)
         self.params = replace(self.params, max_tokens=limit)
         return limit
 
     @property
     def is_constrained(self) -> bool:
-        """Return True if it has a grammar."""
+        """Return True if the choice has a grammar."""
         return self.params.grammar is not None
 
     def preempt(self) -> None:
-        """Record that its KV is freed, and that it waits to be read again."""
+        """Record that the choice's KV is freed, and that it waits to be prefilled again."""
         self.preemptions += 1
         self.is_held = False
         self.stuck_since = None
@@ -109,11 +110,11 @@ class Choice:
 
     @property
     def age(self) -> tuple[float, int]:
-        # The oldest is first.
+        # Sorting by this puts the oldest first.
         return self.rank, self.index
 
     def join(self, sequence_id: int, turn: Turn) -> None:
-        """Record that it joins the batch in this turn, under this id."""
+        """Record that the choice joins the batch in this turn, under this id."""
         self.id = sequence_id
         now = clock.now()
         lane_s = max(0.0, min(turn.waited_s, turn.gained - self.since))
@@ -124,7 +125,7 @@ class Choice:
         self.since = now
 
     def deliver(self, delta: Delta, model: str) -> None:
-        """Put a delta in the inbox, and count it for `model`, or for the adapter that it is of."""
+        """Put a delta in the inbox, and count it for the choice's adapter, or else for `model`."""
         if self.params.adapter is not None:
             model = self.params.adapter.model
         if delta.error is not None:
@@ -159,7 +160,7 @@ class Choice:
                 metrics.of(metrics.OUTPUT_TOKEN_SECONDS, model).observe(each_s)
 
     def end(self, error: GatewayError) -> None:
-        """End it with an error unless it has ended."""
+        """End the choice with an error, unless it is over already."""
         if not self.is_over:
             self.is_over = True
             self.inbox.put_nowait(error)
@@ -167,7 +168,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class DeltaReader:
-    """Takes the deltas of one job from its inbox."""
+    """The reader of one job's deltas, which arrive in its inbox."""
 
     engine: GenerationEngine
     pool: ThreadPools
@@ -178,14 +179,16 @@ class DeltaReader:
     _held: dict[int, list[Delta]] = field(default_factory=lambda: defaultdict(list))
 
     def end_at_deadline(self) -> asyncio.TimerHandle:
-        """Have `next` raise DeadlineExceeded at the caller's deadline; cancel the handle before."""
-        # One timer for the answer: one for each token would cost as much as sending it.
+        """Make `next` raise DeadlineExceeded at the caller's deadline, unless the returned handle
+        is cancelled first.
+        """
+        # One timer serves the whole answer: a timer per token would cost as much as sending it.
         caller, loop = self.job.caller, asyncio.get_running_loop()
         error = DeadlineExceeded(caller.allowed_s)
         return loop.call_later(caller.deadline - clock.now(), self.inbox.put_nowait, error)
 
     async def next(self) -> Sequence[Delta]:
-        """Wait for the next deltas. Raises the job's error, and DeadlineExceeded."""
+        """Wait for the next deltas and return them. Raises the job's error, or DeadlineExceeded."""
         delta = await self.inbox.get()
         if isinstance(delta, GatewayError):
             raise delta
@@ -195,10 +198,10 @@ class DeltaReader:
             return await self._read_whole(delta)
 
     async def _read_whole(self, delta: Delta) -> Sequence[Delta]:
-        """Hold an answer's text back until its end, and then return all of its parts.
+        """Hold back an answer's text until its end, then return all parts parsed from it.
 
-        The checkpoint's own patterns read it, so on another thread and in another process than
-        the lane's. A cut answer makes no call.
+        The parser uses patterns from the checkpoint, which may be slow or hang, so it runs in
+        another process. An answer that was cut has no calls.
         """
         held, end = self._held[delta.index], delta.finish_reason
         held.append(delta)
@@ -211,8 +214,8 @@ class DeltaReader:
             self.warn_once(problem[0], why=problem[1])
         if any(part.call is not None for part in parts):
             end = "tool_calls"
-        # Logprobs of thoughts and calls do not belong to the content, and which ones they are is
-        # unknown.
+        # Logprobs are returned only if the whole answer is content: it's unknown which of them
+        # belong to thoughts or calls.
         is_text = all(part.call is None and not part.reasoning for part in parts)
         logprobs = [each for delta in held for each in delta.logprobs if is_text]
         return (*parts, replace(delta, text="", logprobs=logprobs, finish_reason=end))
@@ -225,8 +228,8 @@ def lay_out(
     parking: Collection[Choice] = (),
     resuming: Collection[Choice] = (),
 ) -> Layout:
-    """Return the layout of sequences in memory, as it is, or as it would be with other lengths or
-    after parking and resuming some.
+    """Return the memory layout of sequences, as it would be with these `lengths`, and after parking
+    and resuming the given sequences.
     """
     batched: list[int] = []
     single: list[int] = []
@@ -240,6 +243,6 @@ def lay_out(
 
 
 def batch_shape(choices: Iterable[Choice]) -> tuple[int, int]:
-    """Return the bit lengths of the number of sequences and of the longest one's tokens."""
+    """Return the bit lengths of two numbers: the sequences, and the tokens of the longest one."""
     lengths = [choice.used for choice in choices]
     return len(lengths).bit_length(), max(lengths, default=0).bit_length()

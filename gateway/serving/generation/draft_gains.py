@@ -1,10 +1,9 @@
-"""Whether drafts make answers come sooner on this device, by the times of steps with and without
-them.
+"""Measures whether speculative decoding is faster on this device than decoding without drafts.
 
-A draft costs a wider pass, or a pass of another model, and its rejected tokens are wasted. The cost
-of a pass of several tokens differs by device and model, so it is measured: the tokens that a
-drafter's passes give, at their price one by one, against the seconds of all steps that made or read
-its drafts. Steps without drafts are timed while no drafter may draft.
+A draft costs a wider pass, or a pass of a draft model, and rejected tokens are wasted. How much a
+pass of several tokens costs depends on the device and model, so it is measured. A drafter's gain is
+the time that its tokens would have taken without drafts, divided by the time of all steps that made
+or verified its drafts. The time without drafts is measured in steps in which no drafter may draft.
 """
 
 from collections import deque
@@ -15,42 +14,42 @@ from typing import Final
 
 from gateway.jobs.steps import DRAFTERS, Drafter, StepResult
 
-WINDOW: Final = 32  # passes with drafts of one drafter, after which it is judged
-BASELINES: Final = 5  # steps without drafts that are timed, for each count of rows
-STALE: Final = 512  # steps after which the time without drafts is measured anew
-SHORTEST_PAUSE: Final = 512  # steps; each further loss doubles it
+WINDOW: Final = 32  # passes with a drafter's drafts, after which its gain is computed
+BASELINES: Final = 5  # timed steps without drafts, for each number of rows
+STALE: Final = 512  # steps after which the time without drafts is measured again
+SHORTEST_PAUSE: Final = 512  # steps; doubled each time that the drafter loses again
 LONGEST_PAUSE: Final = 1 << 15
 
 
 @dataclass(slots=True)
 class _Baseline:
-    """The seconds of the newest steps without drafts, for one count of rows."""
+    """The seconds of the latest steps without drafts, for one number of rows."""
 
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=BASELINES))
-    missing: int = BASELINES  # steps until it is known
-    used: int = 0  # steps since it was known
+    missing: int = BASELINES  # steps still to be timed
+    used: int = 0  # steps since the last measurement
 
 
 @dataclass(slots=True)
 class _Source:
-    """The seconds of the steps with one drafter's tokens, and of the same tokens one by one."""
+    """The measurements of one drafter."""
 
-    spent_s: float = 0.0
-    worth_s: float = 0.0
+    spent_s: float = 0.0  # seconds of the steps that made or verified its drafts
+    worth_s: float = 0.0  # seconds that the same tokens would have taken without drafts
     passes: int = 0
-    paused: int = 0  # remaining steps without its drafts
-    pause: int = SHORTEST_PAUSE  # steps to pause after the next loss
+    paused: int = 0  # remaining steps of its pause
+    pause: int = SHORTEST_PAUSE  # length of the next pause, in steps
 
 
 @dataclass(slots=True)
 class DraftGains:
-    """The measure of one model's drafters."""
+    """The measured gains of one model's drafters."""
 
     _baselines: dict[int, _Baseline] = field(default_factory=dict)
     _sources: dict[Drafter, _Source] = field(
         default_factory=lambda: {name: _Source() for name in DRAFTERS}
     )
-    _has_drafters: bool = False  # True: a drafter may draft in the step under way
+    _has_drafters: bool = False  # True: a drafter may draft in the current step
 
     def choose(self, rows: int) -> Sequence[Drafter]:
         """Return the drafters that may draft in the next step, which has `rows` rows."""
@@ -67,7 +66,7 @@ class DraftGains:
         return allowed
 
     def note(self, result: StepResult, seconds: float) -> tuple[Drafter, float] | None:
-        """Note a step. Return a drafter's gain, a ratio of times, if it has just been judged."""
+        """Record a step. Return a drafter and its gain, a ratio of times, each WINDOW passes."""
         size = result.size
         if not size.rows:
             return None

@@ -1,4 +1,4 @@
-"""The jobs of one request to a chat model, several at a time: completions, and scored labels."""
+"""Runs the jobs of one request to a chat model, several at a time: completions or label scores."""
 
 import asyncio
 import contextlib
@@ -9,24 +9,25 @@ from functools import partial
 from gateway.jobs.chat import Delta, GenerateJob, Usage
 from gateway.serving.generation.batcher import ChatBatcher
 
-JOBS_AT_ONCE = 16  # jobs of one request: a long list of prompts is admitted in slices
+JOBS_AT_ONCE = 16  # most jobs of one request that are in the queue at once
 
 
 async def generate_many(
     batcher: ChatBatcher, jobs: Sequence[GenerateJob]
 ) -> AsyncGenerator[Usage | Delta, None]:
-    """Yield the usage of every job and every delta as it comes, JOBS_AT_ONCE jobs at a time.
+    """Run the jobs, JOBS_AT_ONCE at a time, and yield the usage of each job and all their deltas.
 
-    Choices are numbered across jobs. Only the first job raises Overloaded. The first error ends all
-    jobs, and so does closing the generator.
+    Choices are numbered across jobs. Only the first job raises Overloaded; the others wait for a
+    place. The first error ends all jobs, and so does closing the generator.
     """
     outputs: asyncio.Queue[Usage | Delta | asyncio.Task[None]] = asyncio.Queue()
     queue = iter(enumerate(jobs))
     slots = min(JOBS_AT_ONCE, len(jobs))
     untried = set(range(slots))
-    # Nothing is yielded until each of the first jobs has been admitted or has found the queue full.
+    # Set once each of the first jobs has been queued or has found the queue full: nothing is
+    # yielded before.
     all_tried = asyncio.Event()
-    # The other jobs try after this, and wait for a place until the deadline.
+    # Set once the first job is queued. The others try after that, and wait until the deadline.
     first_admitted = asyncio.Event()
 
     def note_try(number: int) -> None:
@@ -39,7 +40,7 @@ async def generate_many(
             on_full = None
             if number > 0:
                 await first_admitted.wait()
-                # A job with a place must not wait for one that has none.
+                # Running jobs must not wait for a job that found the queue full.
                 on_full = partial(note_try, number)
             async with (
                 batcher.generate(job, on_full) as generation,
@@ -74,9 +75,9 @@ async def generate_many(
 async def score_labels(
     batcher: ChatBatcher, jobs: Sequence[GenerateJob]
 ) -> tuple[Sequence[Sequence[float]], Usage]:
-    """Return each label's logprob, by question, and the usage, with every question's prompt.
+    """Return the logprobs of each question's labels, and the usage, which counts all prompts.
 
-    Questions are numbered across jobs. Raises as `generate_many` does.
+    Questions are numbered across jobs. Raises the errors of `generate_many`.
     """
     questions = [question for job in jobs for question in job.questions]
     counts = {question.number: len(question.labels) for question in questions}

@@ -1,6 +1,6 @@
-"""An LRU cache of one model's compiled grammars: equal ones are compiled once.
+"""An LRU cache of one model's compiled grammars, so that equal grammars are compiled once.
 
-Grammars are compiled on worker threads with a deadline, a few at a time.
+Grammars are compiled on worker threads, a few at a time and with a time limit.
 """
 
 import asyncio
@@ -15,24 +15,24 @@ from gateway.jobs.chat import Grammar
 
 T = TypeVar("T")
 
-ERRORS_LAST_S = 60.0  # seconds that a refusal is kept
-WAITS = 15  # a request waits up to this many times `timeout_s`: others use the machine too
-WAITS_BEHIND = 5  # a grammar waits up to this many times `timeout_s` for others
+ERRORS_LAST_S = 60.0  # seconds for which a grammar's error is cached
+WAITS = 15  # a request waits up to this many times `timeout_s`, which is processor time
+WAITS_BEHIND = 5  # a grammar waits for other grammars up to this many times `timeout_s`
 AGAIN_S = 2.0
 
 
 @dataclass(slots=True)
 class _Entry(Generic[T]):
-    """A grammar's task, which keeps its result or error, and when it failed."""
+    """The task that compiles a grammar and holds its result or error, and the time of a failure."""
 
     task: "asyncio.Task[T]"
     failed_at: float | None = None
 
 
 class GrammarCache(Generic[T]):
-    """At most `size` compiled grammars of one model, the least recently used evicted first.
+    """A cache of at most `size` compiled grammars, which evicts the least recently used first.
 
-    Callers of the same grammar wait for one compilation, which goes on if some of them leave.
+    Callers with equal grammars wait for one compilation, which continues if they leave.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class GrammarCache(Generic[T]):
         model: str,
         # Raises TimeoutError for a grammar that takes more than `timeout_s` of processor time.
         compile: Callable[[Grammar], T],  # noqa: A002
-        # Calls it on a worker thread.
+        # Calls `compile` on a worker thread.
         run: Callable[[Callable[[Grammar], T], Grammar], Awaitable[T]],
         *,
         size: int = 64,
@@ -61,9 +61,9 @@ class GrammarCache(Generic[T]):
     async def get(self, grammar: Grammar) -> T:
         """Return the compiled grammar.
 
-        Raises BadRequest if it cannot be compiled or costs too much, Overloaded if other grammars
-        took all of the time, and Unavailable if it is still being compiled after a while: a
-        caller that asks again waits for the same compilation.
+        Raises BadRequest if it cannot be compiled or takes too long, Overloaded if it had to wait
+        too long for other grammars, and Unavailable if it is still being compiled after a while. A
+        caller that retries waits for the same compilation.
         """
         entry = self._entries.get(grammar)
         if entry is not None and self._is_stale(entry):
@@ -118,7 +118,7 @@ class GrammarCache(Generic[T]):
     def _release(self, work: "asyncio.Future[T]") -> None:
         self._slots.release()
         if not work.cancelled():
-            work.exception()  # retrieved, as its callers may have left
+            work.exception()  # retrieved, so that asyncio does not log it if all callers have left
 
     def _note_failure(self, grammar: Grammar, entry: _Entry[T]) -> None:
         error = None if entry.task.cancelled() else entry.task.exception()
@@ -128,7 +128,7 @@ class GrammarCache(Generic[T]):
         if isinstance(error, BadRequest):
             self._count("refused")
         elif self._entries.get(grammar) is entry:
-            del self._entries[grammar]  # not the grammar's fault, so not kept
+            del self._entries[grammar]  # the error isn't the grammar's fault: the next call retries
 
     def _is_stale(self, entry: _Entry[T]) -> bool:
         return entry.failed_at is not None and clock.now() - entry.failed_at > ERRORS_LAST_S

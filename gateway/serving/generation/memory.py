@@ -1,7 +1,8 @@
-"""The memory of a model's KV, reserved before it is allocated: sequences that do not fit wait.
+"""Reserves memory for a model's KV before it is allocated. Sequences that do not fit wait.
 
-A sequence reserves its present tokens, not the most it may reach: it joins with room for an answer
-of usual length and grows while there is memory; if there is none, the youngest one is preempted.
+A sequence does not reserve memory for the most tokens that it may reach: it joins with room for an
+answer of usual length, and its reservation grows while there is memory. If there is none, the
+youngest sequence is preempted.
 """
 
 import contextlib
@@ -13,37 +14,38 @@ from gateway.errors import PromptTooLarge
 from gateway.jobs.steps import KvCost, SequenceParams
 from gateway.serving.budget import Budget, PrefixShare
 
-KV_STEP = 256  # tokens by which KV caches grow: they may hold as many unused ones
-SPARE_ROWS = 8  # rows of a batch for each spare row that its KV may have
+KV_STEP = 256  # tokens by which KV caches grow, so up to this many are allocated and unused
+SPARE_ROWS = 8  # rows of a batch per spare row that is allocated for its KV
 GROWTH = 256  # tokens by which a sequence's reservation grows while memory is free
-MARGIN = 32  # tokens: more than a turn's steps and the pass launched ahead of its last
-PREFIX_ROW = 32 * 1024  # tokens: a sequence up to this length has room beside kept prompts
+MARGIN = 32  # tokens: more than one turn can decode, with the pass launched ahead
+PREFIX_ROW = 32 * 1024  # tokens of a sequence for which prefix caches always leave memory
 LONGEST = 1 << 24  # tokens, beyond every model's context
 
 
 @dataclass(frozen=True, slots=True)
 class RowCosts:
-    """The bytes that sequences cost."""
+    """The bytes that sequences take, and the bounds of their memory."""
 
     kv: KvCost = field(default_factory=KvCost)
-    included: int = 0  # bytes of their KV in the model's own share
-    # Returns the bytes available if all other models that may be evicted were.
+    included: int = 0  # bytes of KV that the model's own share of the budget includes
+    # Returns the bytes that would be available if all other evictable models were evicted.
     most: Callable[[], int] = lambda: 0
-    largest: int | None = None  # most bytes of one buffer, if bounded
-    answer_tokens: int = 256  # tokens of an answer that a joining sequence has room for
-    chunk_tokens: int = 0  # most tokens of a chunk: prompts are read in chunks
+    largest: int | None = None  # most bytes of one buffer; None for no bound
+    answer_tokens: int = 256  # tokens of an answer for which a joining sequence reserves memory
+    chunk_tokens: int = 0  # most tokens of a prefill chunk
     max_context: int = LONGEST
     image_token: int = 0  # bytes of a token of an image, beside its KV
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How sequences of these lengths, in tokens, are laid out in memory."""
+    """The lengths, in tokens, of sequences that share one KV cache, and of those that do not."""
 
-    # Sequences that decode, or will after prefill. Their KV is a rectangle, their number times the
-    # longest (measured: one long sequence among seven short ones takes 14 times the memory).
+    # Sequences that decode, or will after prefill. Their KV is a rectangle: their number times the
+    # longest length. One long sequence among seven short ones was measured to take 14 times the
+    # memory.
     batched: Sequence[int] = ()
-    # Sequences with caches of their own: parked ones, and those that answer with one token.
+    # Sequences with separate caches: parked ones, and those whose answer is one token.
     single: Sequence[int] = ()
     image_tokens: int = 0  # tokens of images in all of them
 
@@ -53,14 +55,14 @@ class Layout:
     def nbytes(self, costs: RowCosts) -> int:
         if not self:
             return 0
-        # Prefill pads sequences by a chunk at most, and makes sliding windows hold a chunk more
-        # than their size.
+        # In prefill, a sequence is padded by up to a chunk, and the cache of a sliding window holds
+        # a chunk more than the window.
         kv, chunk = costs.kv, costs.chunk_tokens
         longest = max(self.batched, default=0)
         slots = len(self.batched) + len(self.batched) // SPARE_ROWS
         rectangle = slots * kv.of(longest + KV_STEP, chunk) if longest else 0
-        # A draft model has KV for few sequences, which may be any: also one with a single token
-        # left.
+        # The draft model has KV for up to `kv.draft.rows` sequences. They may be any sequences,
+        # even those with a single token left.
         drafted = min(kv.draft.rows, slots + len(self.single))
         drafts = kv.draft.token * (drafted * (max(longest, *self.single, 0) + KV_STEP) + chunk)
         single = sum(kv.of(length + KV_STEP, chunk) for length in self.single)
@@ -68,8 +70,8 @@ class Layout:
         return rectangle + drafts + drafted * kv.draft.states + single + kv.of(chunk) + images
 
     def has_buffers(self, costs: RowCosts) -> bool:
-        """Return True if no buffer is larger than the device can have."""
-        # The largest buffer has one layer's keys, or values, of all sequences that share a batch.
+        """Return True if no buffer exceeds the device's largest possible buffer."""
+        # The largest buffer has the keys, or values, of one layer for all sequences of a batch.
         if costs.largest is None:
             return True
         slots = len(self.batched) + len(self.batched) // SPARE_ROWS
@@ -80,13 +82,13 @@ class Layout:
 
 
 def longest_chunk(chunk_tokens: int) -> int:
-    """Return the most tokens of a chunk."""
-    # The end of a prompt, if at most a quarter of a chunk, is read with the chunk before it.
+    """Return the most tokens of a prefill chunk, if prompts are split into `chunk_tokens`."""
+    # The rest of a prompt is added to the chunk before it if it is at most a quarter of a chunk.
     return chunk_tokens + chunk_tokens // 4
 
 
 class RowMemory:
-    """The share of the budget that one model's sequences have."""
+    """The share of the budget for the KV of one model's sequences."""
 
     def __init__(
         self, budget: Budget, costs: RowCosts, prefixes: PrefixShare | None = None
@@ -94,22 +96,23 @@ class RowMemory:
         self._budget = budget
         self._costs = costs
         self._share = budget.share()
-        # Kept prompts are freed when sequences or models need memory.
+        # The prefix pool, which is freed when sequences or models need memory.
         self.prefixes = prefixes or PrefixShare(budget, budget.limit_bytes)
 
     @property
     def must_shrink_prefixes(self) -> bool:
-        """Return True if kept prompts take memory that others need."""
+        """Return True if the prefix pool has to free memory that others need."""
         return bool(self._costs.kv) and self.prefixes.excess_bytes > 0
 
     def note_prefixes(self, nbytes: int) -> None:
-        """Note the bytes of kept prompts."""
+        """Record the bytes that the prefix pool has now."""
         if self._costs.kv:
             self.prefixes.note(nbytes)
 
     def limit_prefixes(self) -> int | None:
-        """Limit the bytes kept of prompts for the next step; return the limit, or None if bytes are
-        not counted.
+        """Set the limit of the prefix pool's bytes for the next step, and return it.
+
+        None if the model's KV is not counted.
         """
         if not self._costs.kv:
             return None
@@ -119,19 +122,19 @@ class RowMemory:
         return allowed
 
     def adopt(self, chunk_tokens: int) -> None:
-        """Apply a new size of chunks."""
+        """Apply a new chunk size."""
         self._costs = replace(self._costs, chunk_tokens=chunk_tokens)
 
     def check(self, model: str, params: SequenceParams) -> None:
-        """Raise PromptTooLarge for a prompt that, alone, leaves no room for one token."""
+        """Raise PromptTooLarge if there is no memory for the prompt and one token, even alone."""
         longest = self.longest
-        # `max_tokens` does not count: few answers are as long.
+        # `max_tokens` is ignored, since few answers get that long.
         if longest <= len(params.prompt):
             raise PromptTooLarge(model, len(params.prompt), max(0, longest - 1))
 
     @property
     def longest(self) -> int:
-        """Return the most tokens, prompt and answer, that a sequence could ever have."""
+        """Return the most tokens, of prompt and answer, for which there can ever be memory."""
         if not self._costs.kv:
             return LONGEST
         available = max(self._costs.most(), self._costs.included)
@@ -143,35 +146,35 @@ class RowMemory:
         return bisect_left(range(1, LONGEST), True, key=exceeds)
 
     def grant_length(self, used: int, max_length: int, preemptions: int) -> int:
-        """Return the length to reserve for a sequence that joins with `used` of `max_length`
-        tokens.
+        """Return the tokens to reserve memory for when a sequence joins. It has `used` tokens, and
+        at most `max_length` later.
         """
-        # Each preemption doubles the room for its answer, so that it is not preempted often.
+        # Each preemption doubles the room for the answer, so that preemptions get rare.
         usual = used + (self._costs.answer_tokens << preemptions)
         return min(max_length, max(used + 1, min(usual, self.longest)))
 
     def fits(self, layout: Layout, *, has_grown: bool = False) -> bool:
-        """Return True if there is memory for the model's sequences, laid out like this, once kept
-        prompts are freed.
+        """Return True if there is memory for the model's sequences in this layout, once its prefix
+        pool is freed. `has_grown`: the sequences are running already.
         """
         available = self._budget.spare_bytes
         if has_grown:
-            # Running sequences may take bytes that a model waits for, and those of prompts in other
-            # pools, which are freed in the next turns there. New sequences wait for both.
+            # Running sequences may take bytes that a waiting model has claimed, and the bytes of
+            # other prefix pools, which are freed in later turns. New sequences may take neither.
             available = self._budget.free_bytes + self._budget.kept_besides(self.prefixes)
         has_bytes = self._missing_bytes(layout, available) <= 0
         return has_bytes and layout.has_buffers(self._costs)
 
     def hold(self, layout: Layout) -> None:
-        """Reserve the bytes of these sequences."""
+        """Reserve the bytes of sequences in this layout."""
         if self._costs.kv:
             self._share.resize(max(0, layout.nbytes(self._costs) - self._costs.included))
 
     def make_room(self, layout: Layout, *, is_pressing: bool) -> None:
-        """Free prompts kept in other pools or, if there are none, evict idle models if these
-        sequences fit then. It is pressing if no sequence runs whose end would free memory.
+        """Have other prefix pools free the missing bytes. If they hold none, evict idle models, if
+        that is enough. `is_pressing`: no sequence runs whose end would free memory.
         """
-        # No model is evicted for sequences while a model waits for bytes.
+        # No model is evicted for sequences while another model waits for bytes.
         free = self._budget.free_bytes
         missing = self._missing_bytes(layout, free)
         if self._budget.claimed_bytes or missing <= 0:
@@ -181,8 +184,8 @@ class RowMemory:
 
     @contextlib.contextmanager
     def watch(self, on_change: Callable[[], None]) -> Iterator[None]:
-        """While entered, call `on_change` whenever there may be bytes for waiting sequences, and
-        when kept prompts have to go.
+        """While entered, call `on_change` whenever there may be memory for waiting sequences, or
+        prefix pools have to free bytes.
         """
         self._budget.listen(on_change)
         try:
@@ -195,8 +198,8 @@ class RowMemory:
         self._share.release()
 
     def _missing_bytes(self, layout: Layout, available: int) -> int:
-        """Return the bytes that the model's sequences, laid out like this, need beyond `available`
-        and the prompts kept in the model's pool.
+        """Return the bytes that the model's sequences lack in this layout: those needed beyond the
+        reserved bytes, `available` and the model's prefix pool.
         """
         if not self._costs.kv:
             return 0

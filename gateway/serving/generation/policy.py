@@ -1,5 +1,6 @@
-"""Limits, and which sequences join, take turns, grow and are preempted. These are pure decisions,
-which change nothing: the scheduler carries them out.
+"""Decides which sequences join, take turns, grow and are preempted; the limits of that.
+
+The decisions change nothing: the scheduler carries them out.
 """
 
 from collections import Counter
@@ -12,14 +13,14 @@ from gateway.serving.generation.memory import GROWTH, MARGIN, Layout, RowMemory
 from gateway.serving.generation.queue import Joins, WaitingQueue
 from gateway.serving.generation.widths import RUN, StepTimes, Width, choose_width
 
-MAX_PREEMPTIONS = 2  # a sequence preempted this often keeps its memory; younger ones are preempted
-QUANTUM = 64  # tokens that a constrained sequence decodes before another resumes in its place
-ANSWERS_SHARE = 0.25  # share of places for answers alone: there may be thousands that only judge
+MAX_PREEMPTIONS = 2  # after this many preemptions a sequence isn't preempted again if others can be
+QUANTUM = 64  # tokens that a sequence with a grammar decodes before another resumes in its place
+ANSWERS_SHARE = 0.25  # share of places that sequences which only score labels may not take
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationLimits:
-    """The bounds of a batch, of a pass and of the queue."""
+    """The limits of the batch, of a prefill pass and of the queue."""
 
     max_batch_size: int
     structured_rows: int = 1  # sequences with a grammar that decode at once
@@ -27,30 +28,30 @@ class GenerationLimits:
     pass_limit_s: float = 0.25  # seconds that a prefill pass may take
     queue_limit: int = NO_BOUND
     queue_max_tokens: int = NO_BOUND
-    tier_head_start_s: float = 5.0  # seconds by which a priority request counts as arrived earlier
+    tier_head_start_s: float = 5.0  # seconds that a priority request is ranked ahead of its arrival
     memory_wait_s: float = 20.0  # longest wait for memory that only other models hold
 
 
 def prefill_goes_first(soon: int, decoding: int, waited_s: float, bound_s: float) -> bool:
-    """Return True if decoding sequences wait for the prefill of `soon` sequences, which will then
-    decode.
+    """Return True if the `decoding` sequences should wait for the prefill of `soon` sequences,
+    which will then decode too.
     """
-    # A decode step of a few sequences costs nearly as much as one of all of them, so the prompts of
-    # a burst are read first: while more sequences will join than decode, for up to `bound_s`
-    # between two steps.
+    # A decode step of a few sequences takes nearly as long as a step of all of them. So the prompts
+    # of a burst are prefilled first while more sequences are in prefill than decode. Decoding waits
+    # at most `bound_s` between two steps.
     return soon > decoding and waited_s < bound_s
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The sequences of a batch as a turn begins, and their bounds."""
+    """The state on which decisions are based: the sequences of a batch, and its limits."""
 
     limits: GenerationLimits
     memory: RowMemory
     choices: Sequence[Choice]
     held: Sequence[Choice] = ()  # held sequences, in the order in which they will resume
-    reading: frozenset[int] = frozenset()  # sequences with prompt left to read
-    bearable: int | None = None  # most sequences to run at once, if the device's memory ran out
+    reading: frozenset[int] = frozenset()  # ids of the sequences in prefill
+    bearable: int | None = None  # most sequences in the batch after the device ran out of memory
     step_s: StepTimes = ()
 
     @property
@@ -65,12 +66,12 @@ class Batch:
 
     @property
     def decoding(self) -> list[Choice]:
-        """Return the sequences that have read their prompts and are not held."""
+        """Return the sequences that are past prefill and not held."""
         return [choice for choice in self.active if choice.id not in self.reading]
 
     @property
     def free_places(self) -> int:
-        # Held sequences with a grammar have places of their own.
+        # Held sequences with a grammar do not count: they have separate places.
         taken = [
             choice for choice in self.choices if not (choice.is_held and choice.is_constrained)
         ]
@@ -78,12 +79,12 @@ class Batch:
 
     @property
     def width(self) -> Width:
-        """Return how many of the sequences that have read their prompts decode together."""
+        """Return how many of the sequences that are past prefill should decode together."""
         return self.width_of(choice for choice in self.choices if choice.id not in self.reading)
 
     def width_of(self, choices: Iterable[Choice]) -> Width:
-        """Return how many of these sequences decode together, once they have read their prompts."""
-        # Sequences that only judge have one token, and do not decode.
+        """Return how many of these sequences should decode together after their prefill."""
+        # Sequences that only score labels generate one token in prefill, and never decode.
         rows = [choice.is_constrained for choice in choices if choice.params.max_tokens > 1]
         beyond = max(0, sum(rows) - self.limits.structured_rows)
         return choose_width(self.step_s, min(self.limits.max_batch_size, len(rows) - beyond))
@@ -91,14 +92,14 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Joiner:
-    """A sequence that joins, the tokens to hold memory for, and whether it is held at first."""
+    """A sequence that joins, the tokens to reserve for it, and whether it is held at first."""
 
     choice: Choice
     length: int
     is_held: bool = False
 
     def lay_out(self, choices: Sequence[Choice], others: "Sequence[Joiner]" = ()) -> Layout:
-        """Return the layout of sequences in memory with this one and other joiners among them."""
+        """Return the memory layout of `choices` together with `others` and this joiner."""
         joiners = [*others, self]
         return lay_out(
             [*choices, *(joiner.choice for joiner in joiners)],
@@ -108,21 +109,22 @@ class Joiner:
 
 
 class Joining:
-    """Which of the waiting sequences join a batch: as many as there are places and memory for."""
+    """The decision which waiting sequences join a batch, within its places and memory."""
 
     def __init__(self, batch: Batch, waiting: WaitingQueue) -> None:
         limits = batch.limits
         self.joiners: list[Joiner] = []
-        self.blocked: Joiner | None = None  # the first that lacks only memory to join
-        self.waits_for_rows: Choice | None = None  # it lacks memory that this model's rows hold
-        self.stuck: list[Choice] = []  # sequences that lack memory only other models hold
+        self.blocked: Joiner | None = None  # the first sequence that lacks only memory to join
+        # A sequence that will fit once other sequences of this model have ended.
+        self.waits_for_rows: Choice | None = None
+        self.stuck: list[Choice] = []  # sequences that lack memory which only other models hold
         self._batch = batch
         self._places = batch.free_places
         held = sum(choice.is_constrained for choice in batch.held)
         self._held_places = limits.max_batch_size - held
         self._free_constrained = (
             limits.structured_rows - len(batch.constrained) - held
-        )  # not positive if any are held
+        )  # zero or negative if sequences with a grammar are held
         self._room = limits.max_batch_size * 2  # active and held sequences
         if batch.bearable is not None:
             self._room = batch.bearable - len(batch.choices)
@@ -167,8 +169,8 @@ class Joining:
             self._free_constrained -= joiner.choice.is_constrained
 
     def _can_finish(self, choice: Choice) -> bool:
-        """Return True if a sequence may be preempted again, or else could run to its end together
-        with the others that may not.
+        """Return True if the sequence may still be preempted, or if there is memory for it to run
+        to its end beside the other sequences that may not be preempted.
         """
         if choice.preemptions < MAX_PREEMPTIONS:
             return True
@@ -180,26 +182,29 @@ class Joining:
 
 @dataclass(slots=True)
 class Rotation:
-    """Sequences that stop decoding, and held ones that resume in their place."""
+    """The sequences to park, and the held sequences that resume in their place."""
 
     parking: list[Choice] = field(default_factory=list)
     resuming: list[Choice] = field(default_factory=list)
-    is_blocked: bool = False  # True: a held one lacks only memory, so none may join and take it
+    is_blocked: bool = False  # True: a held sequence lacks only memory, so no new one may join
 
 
 def choose_rotation(batch: Batch) -> Rotation:
-    """Choose which sequences are parked and which resume. Sequences with a grammar take turns of a
-    quantum; all sequences take turns of a run while only some of them should decode together.
+    """Choose which sequences are parked and which resume.
+
+    Sequences with a grammar take turns of QUANTUM tokens. While only some sequences should decode
+    together, all sequences take turns of RUN tokens.
     """
     rotation, width, limits = Rotation(), batch.width, batch.limits
     ready = [choice for choice in batch.held if choice.id not in batch.reading]
     free = limits.max_batch_size - len(batch.active)
     free_constrained = limits.structured_rows - len(batch.constrained)
-    # The sequence that has decoded the most since it resumed stops first.
+    # The sequence that has decoded the most tokens since it resumed is parked first.
     running = sorted(batch.decoding, key=lambda choice: -choice.run)
     spent = [choice for choice in running if choice.is_constrained and choice.run >= QUANTUM]
     if width.alternates:
-        # Runs end together: parking costs a copy of the KV of all that share a batch.
+        # All are parked together once each has decoded RUN tokens: parking copies the KV of the
+        # whole batch.
         spent = running if running and running[-1].run >= RUN else []
         excess = max(0, len(running) - width.rows)
         free = max(0, width.rows - len(running))
@@ -214,7 +219,7 @@ def choose_rotation(batch: Batch) -> Rotation:
             continue
         stopped = [] if is_free else stopping[:1]
         parking, resuming = [*rotation.parking, *stopped], [*rotation.resuming, choice]
-        # A held sequence has its own memory already, so it may always resume if no other runs.
+        # A held sequence has its memory already, so it can always resume if no other runs.
         is_alone = not batch.active and not rotation.resuming
         layout = lay_out(batch.choices, parking=parking, resuming=resuming)
         if not is_alone and not batch.memory.fits(layout, has_grown=True):
@@ -229,17 +234,19 @@ def choose_rotation(batch: Batch) -> Rotation:
 
 @dataclass(slots=True)
 class Growth:
-    """The growth of running sequences: the tokens to hold memory for, and the cost to others."""
+    """The growth of running sequences: the tokens to reserve for each, and who gives way."""
 
     lengths: dict[Choice, int] = field(default_factory=dict)
     preempting: list[Choice] = field(default_factory=list)
-    capped: Choice | None = None  # the only sequence, if it has no memory: it ends
-    room: Layout | None = None  # the layout that idle models should make room for
+    capped: Choice | None = None  # a sequence that is alone and cannot grow: it ends early
+    room: Layout | None = None  # the layout for which idle models should be evicted
 
 
 def plan_growth(batch: Batch) -> Growth:
-    """Plan memory for sequences before they need it, the oldest first. If there is none, the
-    youngest sequences are preempted; a sequence that is alone ends at its present length.
+    """Plan memory for sequences before they need it, the oldest first.
+
+    If there is none, the youngest sequences are preempted. A sequence that is alone ends at the
+    length it has reserved.
     """
     growth, choices, memory = Growth(), list(batch.choices), batch.memory
 
@@ -254,7 +261,7 @@ def plan_growth(batch: Batch) -> Growth:
         if fits(lay_out(choices, lengths)):
             continue
         if len(choices) == 1:
-            growth.room = lay_out(choices, lengths)  # perhaps in time for its next turn
+            growth.room = lay_out(choices, lengths)  # memory may be free by its next turn
         lengths[choice] = min(choice.max_length, choice.used + MARGIN)
         while choice in choices and not fits(lay_out(choices, lengths)):
             if len(choices) == 1:
@@ -267,7 +274,7 @@ def plan_growth(batch: Batch) -> Growth:
 
 
 def choose_youngest(choices: Sequence[Choice]) -> Choice:
-    """Choose the sequence to preempt: the youngest that may be, held sequences before others."""
+    """Choose the sequence to preempt: of those allowed, the youngest held, else the youngest."""
     preemptible = [choice for choice in choices if choice.preemptions < MAX_PREEMPTIONS]
-    # None is preemptible only if other models took memory that these sequences counted on.
+    # It can happen that none is preemptible: other models took memory that was free before.
     return max(preemptible or choices, key=lambda choice: (choice.is_held, *choice.age))

@@ -1,4 +1,4 @@
-"""A chat model's queue: places for its jobs, which are bounded; and sequences that wait to join."""
+"""A chat model's queue: a bounded number of jobs, and the sequences that wait to join the batch."""
 
 import asyncio
 import bisect
@@ -17,14 +17,14 @@ from gateway.serving.generation.choice import Choice
 
 
 def rank(arrived: float, tier: Tier, head_start_s: float) -> float:
-    """Return a request's place in the queue: lower goes first."""
-    # A priority request counts as arrived `head_start_s` earlier, a flex one later, so no tier
-    # delays another for longer than that.
+    """Return a request's rank in the queue: lower ranks go first."""
+    # A priority request counts as if it had arrived `head_start_s` earlier, and a flex request as
+    # if later, so requests wait for those of a higher tier for a bounded time.
     return arrived + {Tier.PRIORITY: -head_start_s, Tier.FLEX: head_start_s}.get(tier, 0.0)
 
 
 class JobQueue:
-    """Places for one model's jobs, waiting and running, bounded in tokens and in choices."""
+    """The bound on one model's jobs, waiting and running, in tokens and in choices."""
 
     def __init__(self, model: str, *, max_tokens: int, max_choices: int) -> None:
         self._tokens = Admission(model, Noun.TOKENS, max_tokens)
@@ -33,7 +33,7 @@ class JobQueue:
         self._changed = asyncio.Event()
 
     def adopt(self, *, max_tokens: int, max_choices: int) -> None:
-        """Apply new limits, also to jobs that wait for a place."""
+        """Apply new limits, including to jobs that wait for a place."""
         self._tokens.limit = max_tokens
         self._choices.limit = max_choices
         self._notify()
@@ -47,8 +47,8 @@ class JobQueue:
     ) -> AsyncIterator[None]:
         """Hold a place for a job while entered.
 
-        Raises Overloaded if there is none or, with `on_full`, calls that and waits for one until
-        the caller's deadline.
+        If the queue is full, raises Overloaded. If `on_full` is given, calls it instead, and waits
+        for a place until the caller's deadline.
         """
         with contextlib.ExitStack() as stack:
             while True:
@@ -66,7 +66,8 @@ class JobQueue:
 
     @contextlib.contextmanager
     def _admit(self, request: int, sequences: Sequence[SequenceParams]) -> Iterator[None]:
-        # The steps into a question's labels read its prompt once, and are one choice.
+        # The steps that score a question's labels count as one choice and share its prompt; each
+        # further step counts as one token.
         counted = [each for each in sequences if each.step is None or each.step.is_first]
         tokens = sum(len(each.prompt) for each in counted) + len(sequences) - len(counted)
         is_more = self._jobs[request] > 0
@@ -83,21 +84,21 @@ class JobQueue:
                 self._notify()
 
     def _notify(self) -> None:
-        """Wake all jobs that wait for a place."""
+        """Wake all jobs that wait for a place, so that they try again."""
         self._changed.set()
         self._changed = asyncio.Event()
 
 
 class Joins(Enum):
-    """The decision on the next sequence."""
+    """The decision about a waiting sequence."""
 
     NOW = auto()
-    LATER = auto()  # its request waits, and the others' sequences are next
-    NONE = auto()  # no sequence joins before it
+    LATER = auto()  # skip its request, and go on with other requests
+    NONE = auto()  # it doesn't join, and no sequence may overtake it
 
 
 class WaitingQueue:
-    """Preempted sequences first, by rank; then one sequence of each request in turn."""
+    """The waiting sequences: preempted ones first, by rank, then one of each request in turn."""
 
     def __init__(self) -> None:
         self._preempted: list[Choice] = []
@@ -117,12 +118,12 @@ class WaitingQueue:
         self._requests.setdefault(choice.request, {})[choice] = None
 
     def add_preempted(self, choice: Choice) -> None:
-        """Queue a preempted sequence, ahead of all that have not joined before."""
+        """Queue a preempted sequence, ahead of sequences that have not joined before."""
         choice.is_queued = True
         bisect.insort(self._preempted, choice, key=lambda choice: choice.rank)
 
     def remove(self, choices: Iterable[Choice]) -> None:
-        """Remove sequences that join, or have ended."""
+        """Remove sequences that join or are over."""
         for choice in choices:
             choice.is_queued = False
             if choice.id:
@@ -134,16 +135,17 @@ class WaitingQueue:
                 del self._requests[choice.request]
 
     def offer(self, running: Mapping[str, int], decide: Callable[[Choice], Joins]) -> None:
-        """Call `decide` for each sequence that is next, until it returns NONE; see `remove`.
+        """Call `decide` for the waiting sequences in order, until it returns NONE.
 
-        `running` counts the sequences that each request has in the batch.
+        The caller then removes those that join. `running` is the number of sequences that each
+        request has in the batch.
         """
         for choice in self._preempted:
             if decide(choice) is Joins.NONE:
                 return
         # The request with the fewest sequences in the batch is next; among equals, the one with the
-        # lowest rank. So a request of a thousand sequences delays no other request, nor do the
-        # others keep it from running one sequence.
+        # lowest rank. So a request with a thousand sequences doesn't delay other requests, and they
+        # don't keep it from running at least one sequence.
         turns = [
             (running.get(request, 0), next(iter(choices)).rank, number, iter(choices))
             for number, (request, choices) in enumerate(self._requests.items())

@@ -1,5 +1,5 @@
-"""Schedules a chat model's sequences: which wait, join, decode, are parked, leave and are
-preempted.
+"""Schedules a chat model's sequences: decides in each turn which of them join, decode, are parked,
+are preempted and leave.
 """
 
 import asyncio
@@ -27,18 +27,18 @@ from gateway.serving.lane import Pace, Turn
 
 log = logs.get("generation")
 
-# Several short prompts share a longer pass while no other model needs the device: on a CPU, one
-# prompt of 50 tokens takes a fourth of the time that eight take together.
-ALONE_S = 10.0  # seconds without another model's turn
-ALONE_LIMIT = 4  # times the limit of a pass
-ALONE_WITH = ("load", "tidy")  # kinds of turns that nobody waits for as for an answer
-STEPS_PER_TURN = 16  # steps while no other turn waits: a hop to the lane's thread costs 0.1 ms
-POLL_S = 0.25  # seconds between looks for a model idle long enough to be evicted
+# While no other model needs the device, a prefill pass may be longer, so that several short prompts
+# share it: on a CPU, eight prompts of 50 tokens take only four times as long as one.
+ALONE_S = 10.0  # seconds without another model's turn after which passes may be longer
+ALONE_LIMIT = 4  # factor by which a pass may then exceed its time limit
+ALONE_WITH = ("load", "tidy")  # kinds of turns that don't count, as no answer waits for them
+STEPS_PER_TURN = 16  # decode steps in one call, since a hop to the lane's thread costs 0.1 ms
+POLL_S = 0.25  # seconds between checks whether a model has been idle long enough to be evicted
 
 
 @dataclass
 class PlanChanges:
-    """The changes before a turn's first pass, as they are decided: fields of its StepPlan."""
+    """The changes to make before a turn's first pass, while they are decided: StepPlan's fields."""
 
     leaving: list[int] = field(default_factory=list)
     preempting: list[int] = field(default_factory=list)
@@ -49,19 +49,19 @@ class PlanChanges:
 
 
 class Scheduler:
-    """One model's sequences and the memory of their KV. Its methods run on the loop's thread."""
+    """One model's sequences and the memory of their KV. All methods run on the event loop."""
 
     # Sequences in the batch are active or held. A held sequence is parked, or will be after its
-    # prefill: few sequences with a grammar decode at once, and not all sequences do on devices
-    # where more would be slower. They take turns of a quantum or a run of tokens, so that a
-    # sequence waits for such turns and not for the longest answer before it: which answer is the
-    # shortest is unknown.
+    # prefill. There are two reasons: only a few sequences with a grammar decode at once, and on
+    # some devices a step of all sequences is slower than several steps of fewer. Held and active
+    # sequences take turns of QUANTUM or RUN tokens, so that a short answer need not wait for the
+    # end of long ones: nobody knows beforehand which answers are short.
     def __init__(self, model: str, limits: GenerationLimits, memory: RowMemory) -> None:
         self.memory = memory
         self.limits = limits
-        self.bearable: int | None = None  # most sequences at once, if the device's memory ran out
+        self.bearable: int | None = None  # most sequences in the batch after memory ran out
         self.leaving: list[int] = []
-        self.step_s: StepTimes = ()  # the model's measured times
+        self.step_s: StepTimes = ()  # the model's measured step times
         self.most_steps = STEPS_PER_TURN  # most decode steps of the turn
         self._has_alternated = False
         self._model = model
@@ -69,15 +69,15 @@ class Scheduler:
         self._waiting = WaitingQueue()
         self._batch: dict[int, Choice] = {}
         self._held: deque[Choice] = deque()  # held sequences, the next to resume first
-        self._reading: frozenset[int] = frozenset()  # sequences with prompt left to read
-        self._ending: dict[int, Choice] = {}  # preempted ones, which end with the tokens they have
-        self._blocked: Joiner | None = None  # it lacked memory to join when last tried
-        self._stuck: Sequence[Choice] = ()  # sequences that lack memory only other models hold
-        metrics.of(metrics.PREEMPTIONS, model)  # starts at 0: a rate then counts the first event
+        self._reading: frozenset[int] = frozenset()  # ids of the sequences in prefill
+        self._ending: dict[int, Choice] = {}  # preempted sequences that will end as they are
+        self._blocked: Joiner | None = None  # the sequence that lacked memory at the last try
+        self._stuck: Sequence[Choice] = ()  # sequences that lack memory which only others hold
+        metrics.of(metrics.PREEMPTIONS, model)  # the series starts at 0, so a rate sees the first
 
     @property
     def batch(self) -> Batch:
-        """Return the state that decisions are based on."""
+        """Return the current state, on which decisions are based."""
         return Batch(
             self.limits,
             self.memory,
@@ -95,7 +95,7 @@ class Scheduler:
 
     @property
     def parked(self) -> int:
-        """Return the number of sequences that have their KV and wait to decode."""
+        """Return the number of held sequences that are past prefill and wait to resume."""
         return sum(choice.id not in self._reading for choice in self._held)
 
     @property
@@ -109,12 +109,12 @@ class Scheduler:
 
     @property
     def prompts_in_prefill(self) -> list[int]:
-        """Return the lengths of the prompts that are being read."""
+        """Return the lengths of the prompts in prefill, in tokens."""
         choices = self._batch.values()
         return [len(choice.params.prompt) for choice in choices if choice.id in self._reading]
 
     def count_soon_decoding(self, most_tokens: int) -> int:
-        """Return how many sequences in prefill, of prompts up to `most_tokens`, will decode."""
+        """Return how many sequences with prompts up to `most_tokens` will decode after prefill."""
         return sum(
             choice.id in self._reading
             and choice.will_decode
@@ -124,21 +124,21 @@ class Scheduler:
 
     @property
     def is_short_of_memory(self) -> bool:
-        """Return True if, when last tried, a sequence did not join for want of memory."""
+        """Return True if a sequence could not join for lack of memory at the last try."""
         return self._blocked is not None
 
     @property
     def may_join(self) -> bool:
-        """Return True if a sequence joins now, or kept prompts have to be freed."""
+        """Return True if a sequence can join now, or if the prefix cache has to shrink."""
         return self.memory.must_shrink_prefixes or bool(Joining(self.batch, self._waiting).joiners)
 
     @property
     def must_move(self) -> bool:
-        """Return True if sequences have to leave, end or take turns, even if none decodes."""
+        """Return True if sequences have to leave, end or resume, even if none decodes."""
         return bool(self.leaving or self._ending or choose_rotation(self.batch).resuming)
 
     def get(self, sequence_id: int) -> Choice | None:
-        """Return the choice of a sequence if it is in the batch."""
+        """Return the choice of a sequence that is in the batch or about to end, else None."""
         return self._batch.get(sequence_id) or self._ending.get(sequence_id)
 
     def wait(self, choices: Iterable[Choice]) -> None:
@@ -147,7 +147,7 @@ class Scheduler:
             self._waiting.add(choice)
 
     def note_reading(self, ids: frozenset[int]) -> None:
-        """Record which sequences have prompt left to read after a pass."""
+        """Record which sequences are still in prefill after a pass."""
         self._reading = ids
 
     def note_end(self, sequence_id: int) -> None:
@@ -157,13 +157,14 @@ class Scheduler:
             self._bear_more()
 
     def shed(self) -> None:
-        """Keep half of the sequences in the batch: the device had no memory for all. The others
-        join again as these leave, and each one that leaves lets one more run.
+        """Limit the batch to half of its sequences, after the device ran out of memory.
+
+        The rest are preempted. Each sequence that leaves raises the limit by one.
         """
         self.bearable = max(1, len(self._batch) // 2)
 
     def drop(self, choices: Sequence[Choice]) -> bool:
-        """Drop every sequence of a job. Return True if any has to leave the engine."""
+        """Drop every sequence of a job. Return True if sequences have to leave the engine."""
         for choice in choices:
             if choice.is_over:
                 continue
@@ -179,7 +180,7 @@ class Scheduler:
         return bool(self.leaving)
 
     def end_running(self, error: GatewayError) -> None:
-        """End all sequences that the engine has, with an error."""
+        """End all sequences that the engine knows with an error."""
         preempted = [choice for choice in self._waiting if choice.id]
         joined = [*self._batch.values(), *self._ending.values(), *preempted]
         for choice in joined:
@@ -194,7 +195,7 @@ class Scheduler:
     def end_stuck(self, error: GatewayError) -> None:
         """End sequences that have waited too long for memory that only other models hold.
 
-        A sequence that has tokens already ends with them, and finish reason `length`.
+        A sequence that already has tokens ends normally with these, with finish reason `length`.
         """
         now = asyncio.get_running_loop().time()
         for choice in self._stuck:
@@ -218,8 +219,8 @@ class Scheduler:
         self._waiting = WaitingQueue()
 
     def look_for_memory(self) -> float | None:
-        """Record which sequences lack memory. Return the time, on the loop's clock, to look for
-        memory again or to end stuck sequences; None if no sequence lacks memory.
+        """Record which sequences lack memory. Return the time, on the loop's clock, of the next
+        check for memory or for stuck sequences to end; None if no sequence lacks memory.
         """
         self._choose_joining()
         if not self.is_short_of_memory:
@@ -228,15 +229,15 @@ class Scheduler:
         return min([soon, *map(self._gives_up_at, self._stuck)])
 
     def make_room(self) -> None:
-        """Evict idle models for the next sequence to join."""
+        """Evict idle models to make room for the sequence that is next to join."""
         if self._blocked is not None and not self._blocked.choice.is_over:
             choices = list(self._batch.values())
             self.memory.make_room(self._blocked.lay_out(choices), is_pressing=not choices)
 
     def schedule(self, turn: Turn, *, may_join: bool) -> StepPlan:
-        """Plan the changes before a turn's first pass, once the lane is held, and record them.
+        """Plan and record the changes before a turn's first pass. Call it while the lane is held.
 
-        Afterwards running sequences have memory for the turn's steps and the pass launched ahead.
+        Afterwards memory is reserved for all steps of the turn, and for the pass launched ahead.
         """
         changes = PlanChanges(leaving=self.leaving)
         self.leaving = []
@@ -272,8 +273,8 @@ class Scheduler:
             self._held.remove(choice)
 
     def _bear_more(self) -> None:
-        """Let one more sequence run, since one has left. The bound ends once the batch is empty, or
-        once it allows a full batch.
+        """Raise the limit of sequences by one, since one has left. The limit is removed once the
+        batch is empty, or once it allows a full batch.
         """
         if self.bearable is not None:
             self.bearable += 1
@@ -316,12 +317,14 @@ class Scheduler:
         for choice in rotation.resuming:
             choice.is_held = False
             self._held.remove(choice)
-            self._batch[choice.id] = self._batch.pop(choice.id)  # it stops last among equals
+            self._batch[choice.id] = self._batch.pop(
+                choice.id
+            )  # now last: parked last among equals
             choice.rotated_at = choice.tokens
             changes.resuming.append(choice.id)
 
     def _note_width(self) -> None:
-        """Bound the turn's steps by the run under way, and report the gain of runs."""
+        """Limit the turn's steps to the rest of the current run, and report the gain of runs."""
         batch, self.most_steps = self.batch, STEPS_PER_TURN
         rows, gain = width = batch.width
         metrics.of(metrics.WIDTH_GAIN, self._model).set(gain)
@@ -345,7 +348,7 @@ class Scheduler:
 
     def _preempt(self, choice: Choice, changes: PlanChanges) -> None:
         self._exit(choice)
-        for ids in (changes.parking, changes.resuming):  # drops this turn's earlier decisions
+        for ids in (changes.parking, changes.resuming):  # undoes earlier decisions of this turn
             if choice.id in ids:
                 ids.remove(choice.id)
         changes.preempting.append(choice.id)
@@ -354,13 +357,13 @@ class Scheduler:
         metrics.of(metrics.PREEMPTIONS, self._model).inc()
 
     def _gives_up_at(self, choice: Choice) -> float:
-        """Return the time, on the loop's clock, at which a stuck sequence ends."""
+        """Return the time, on the loop's clock, at which a stuck sequence is ended."""
         assert choice.stuck_since is not None
         return choice.stuck_since + self.limits.memory_wait_s
 
 
 class PrefillPace:
-    """The tokens of prefill passes: a pace beside other models' work, and one without."""
+    """The most tokens of a prefill pass: one pace beside other models' work, another alone."""
 
     def __init__(self, limits: GenerationLimits) -> None:
         self._pace = Pace(limits.pass_limit_s)
@@ -369,25 +372,25 @@ class PrefillPace:
         self.adopt(limits)
 
     def adopt(self, limits: GenerationLimits) -> None:
-        """Apply new limits of a pass."""
+        """Apply new limits to prefill passes."""
         self._chunk_tokens = limits.prefill_chunk_tokens
         self._pace.limit_s = limits.pass_limit_s
         self._pace_alone.limit_s = ALONE_LIMIT * limits.pass_limit_s
 
     @property
     def tokens(self) -> int:
-        """Return the most tokens of the next pass beside other work."""
+        """Return the most tokens of the next pass beside other models' work."""
         return min(self._chunk_tokens, self._pace.tokens)
 
     def begin(self, turn: Turn, prompts: Sequence[int]) -> None:
-        """Begin a turn, with prompts of these lengths in prefill."""
+        """Begin a turn. `prompts` are the lengths of the prompts in prefill, in tokens."""
         self._turn, self._prompts = turn, prompts
 
     def choose(self, *, is_decoding: bool) -> int:
         """Return the most tokens of the next pass.
 
-        While answers are under way, a pass is longer only if it reads two prompts whole: a single
-        prompt, or parts of longer ones, would only keep those answers waiting.
+        While answers are decoding, a pass is longer only if it can prefill two whole prompts. A
+        single prompt, or parts of longer prompts, would only make those answers wait.
         """
         if self._turn.seconds_alone(ALONE_WITH) < ALONE_S:
             return self.tokens
@@ -396,6 +399,6 @@ class PrefillPace:
         return longer if is_burst or not is_decoding else self.tokens
 
     def note(self, tokens: int, seconds: float) -> None:
-        """Adjust to a pass of `tokens` padded tokens, which took `seconds`."""
+        """Adjust both paces to a pass of `tokens` padded tokens that took `seconds`."""
         for pace in (self._pace, self._pace_alone):
             pace.note(tokens, seconds)

@@ -1,8 +1,8 @@
-"""How many sequences share a decode step: as many as give the most tokens a second.
+"""Chooses how many sequences share a decode step, for the most tokens per second.
 
-On some devices a step of two rows takes longer than two steps of one row: nobody gains by being
-batched there. So a step of the loaded model is timed at several widths, and where fewer rows give
-more tokens a second, sequences take turns in short runs.
+On some devices a step of two rows takes longer than two steps of one row, so batching gains nothing
+there. Therefore steps of the loaded model are timed at several widths. If a narrower step gives
+more tokens per second than one of all rows, sequences take turns in short runs.
 """
 
 from bisect import bisect_left
@@ -10,28 +10,30 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Final, NamedTuple, TypeAlias
 
-StepTimes: TypeAlias = tuple[float, ...]  # seconds of a decode step, at the first of WIDTHS
+StepTimes: TypeAlias = tuple[float, ...]  # seconds of a decode step, for the first few of WIDTHS
 
 WIDTHS: Final = (1, 2, 4, 8, 16)  # rows of the steps that are timed
-LEAST_GAIN: Final = 1.1  # all run together below this gain
+LEAST_GAIN: Final = 1.1  # below this gain all sequences decode together
 RUN: Final = 8  # tokens that a sequence decodes before another resumes in its place
 
 
 class Width(NamedTuple):
-    """The sequences that decode together, and their tokens a second over those of all together."""
+    """The number of sequences that should decode together."""
 
     rows: int
-    gain: float = 1.0
+    gain: float = 1.0  # tokens per second, relative to all sequences in one step
 
     @property
     def alternates(self) -> bool:
-        """Return True if the others wait for their turn."""
+        """Return True if sequences take turns, instead of decoding all together."""
         return self.gain > 1
 
 
 def next_width(step_s: StepTimes, most_rows: int, limit_s: float) -> int | None:
-    """Return the next width to time; None if all are timed, or if wider steps have no places or
-    take too long. Two rows are timed whatever a step of one takes.
+    """Return the next width to time; None if there is none.
+
+    Nothing is left to time if all widths are timed, the next one is over `most_rows`, or a step
+    took longer than `limit_s`. Two rows are timed even if a step of one row takes longer.
     """
     known = len(step_s)
     if known >= len(WIDTHS) or WIDTHS[known] > most_rows:
@@ -41,10 +43,10 @@ def next_width(step_s: StepTimes, most_rows: int, limit_s: float) -> int | None:
 
 @lru_cache(maxsize=1024)
 def choose_width(step_s: StepTimes, rows: int) -> Width:
-    """Choose how many of `rows` sequences decode together: all of them if no times are known."""
+    """Choose how many of `rows` sequences decode together; all of them if no times are known."""
     if rows < 2 or not step_s:
         return Width(rows)
-    # The best width between two measured widths is one of the two.
+    # Interpolated widths need no check: the best is always a measured one.
     rates = {
         width: width / seconds
         for width, seconds in zip(WIDTHS, step_s, strict=False)
@@ -57,8 +59,8 @@ def choose_width(step_s: StepTimes, rows: int) -> Width:
 
 
 def _seconds(step_s: Sequence[float], rows: int) -> float:
-    """Return the seconds of a step, interpolated linearly between two widths. Beyond the widest,
-    more rows are taken to gain nothing over it.
+    """Return the seconds of a step of `rows` rows, interpolated linearly between measured widths.
+    Beyond the widest, tokens per second are assumed to stay the same.
     """
     end = bisect_left(WIDTHS, rows)
     if end >= len(step_s):

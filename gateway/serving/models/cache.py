@@ -1,4 +1,4 @@
-"""The model cache: models are leased by name, loaded once, and evicted when idle."""
+"""The model cache: models are loaded once, leased to requests, and evicted when idle."""
 
 import asyncio
 import contextlib
@@ -19,54 +19,56 @@ from gateway.serving.models.eviction import Abandoned, Room
 from gateway.serving.models.served import Served
 
 M = TypeVar("M")
-LOAD_RETRY_S = 5.0  # Retry-After of a model that loads: the rate of its queue is unknown
+LOAD_RETRY_S = 5.0  # Retry-After while a model loads, since its queue's rate is unknown
 log = logs.get("cache")
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded(Generic[M]):
-    """A model in memory, and the bytes it holds there."""
+    """A model in memory, and the bytes that it holds."""
 
     model: M
     nbytes: int
-    # Applies the keys of a newer spec that need no new load.
+    # Applies those keys of a newer spec that do not need a reload of the model.
     adopt: Callable[[ModelSpec], None] = lambda _: None
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared(Generic[M]):
-    """A model whose files are on disk, and the bytes it will hold."""
+    """A model whose files are on disk, and the bytes that it will hold."""
 
     nbytes: int
-    # Loads it, and frees it at exit.
+    # Returns a context manager that loads the model, and frees it at exit.
     open: Callable[[], AbstractAsyncContextManager[Loaded[M]]]
 
 
 class Loader(Protocol[M]):
-    """Loads models; app has the one implementation, tests have scripted ones."""
+    """The interface for loading models. app implements it, and tests have scripted loaders."""
 
     async def prepare(self, spec: ModelSpec, base: M | None = None) -> Prepared[M]:
-        """Find or download a model's files, and read its size. An adapter's `base` is loaded."""
+        """Find or download a model's files, and read its size. For an adapter, `base` is its loaded
+        base model.
+        """
 
     def fetched_percent(self, spec: ModelSpec) -> int | None:
-        """Return how much of a model's download is done; None if none is under way."""
+        """Return the percentage of a model's download that is done; None if none is running."""
 
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """A model's state for callers: unloaded, loading, loaded, or failed at its last load."""
+    """A model's state, as the API shows it."""
 
-    state: str
+    state: str  # "unloaded", "loading", "loaded", or "failed" if the last load failed
     nbytes: int | None = None  # its share of the budget
     last_used: int | None = None  # a Unix time
     failure: str | None = None
 
 
 class ModelCache(Generic[M]):
-    """At most `max_models` models at once, within the budget's bytes.
+    """A cache of at most `max_models` models, within the memory budget.
 
-    A model that is no longer served, or would load differently, is freed after its last lease. A
-    context manager: leaving it frees every model.
+    A model that is no longer served, or whose spec has changed so that it would load differently,
+    is freed after its last lease. A context manager: exiting it frees every model.
     """
 
     def __init__(
@@ -86,7 +88,7 @@ class ModelCache(Generic[M]):
         self._ttl_s = ttl_s
         self._queue_limit = queue_limit
         self._entries: list[Entry[M]] = []
-        self._admissions: dict[str, Admission] = {}  # one a model, which all its copies share
+        self._admissions: dict[str, Admission] = {}  # by model id; all copies of a model share one
         self._failures = Failures()
         self._pins: dict[str, bool] = {}  # models pinned or unpinned by hand
         self._is_closed = False
@@ -94,17 +96,17 @@ class ModelCache(Generic[M]):
 
     @contextlib.asynccontextmanager
     async def lease(self, spec: ModelSpec, caller: Caller | None = None) -> AsyncIterator[M]:
-        """Enter with the model, loaded if need be. A model with leases is never evicted.
+        """Yield the model, loading it first if necessary. A model with leases is never evicted.
 
-        Raises the error of its load, ModelLoading after `load_wait_s`, NoRoom, Overloaded if its
-        queue is full, and DeadlineExceeded at the caller's deadline. The caller has a place in the
-        queue as long as the lease lasts.
+        The caller holds a place in the model's queue while entered. Raises the error of a failed
+        load, ModelLoading or NoRoom after `load_wait_s`, Overloaded if the queue is full, and
+        DeadlineExceeded at the caller's deadline.
         """
         with self._admit(spec, caller):
             async with contextlib.AsyncExitStack() as leases:
                 base = None
                 if isinstance(spec, ChatSpec) and spec.base_spec is not None:
-                    self._failures.check(spec.id)  # checked before its base is loaded for it
+                    self._failures.check(spec.id)  # before the base is loaded for nothing
                     lease = self._use(spec.base_spec, None, caller)
                     base = await leases.enter_async_context(lease)
                 entry = await leases.enter_async_context(self._use(spec, base, caller))
@@ -112,15 +114,15 @@ class ModelCache(Generic[M]):
                 yield entry.model
 
     async def load(self, spec: ModelSpec) -> None:
-        """Load a model even if it failed a moment ago. Raises as `lease` does."""
+        """Load a model, even if its last load failed a moment ago. Raises the errors of `lease`."""
         self._failures.forget(spec.id)
         async with self.lease(spec):
             pass
 
     async def unload(self, spec: ModelSpec) -> bool:
-        """Free a model, pinned or not, after its last lease.
+        """Free a model, pinned or not, once its last lease has ended.
 
-        Return True if its memory was freed within `load_wait_s`. New callers load another copy.
+        Return True if its memory was freed within `load_wait_s`. New callers load a new copy.
         """
         self._failures.forget(spec.id)
         leaving = [entry for entry in self._entries if entry.spec.id == spec.id]
@@ -135,22 +137,22 @@ class ModelCache(Generic[M]):
         return True
 
     def pin(self, spec: ModelSpec, *, is_pinned: bool) -> None:
-        """Keep a model from being evicted, or allow it, until the catalog is read again."""
+        """Pin a model, so that it is not evicted, or unpin it. This lasts until the next reload."""
         self._pins[spec.id] = is_pinned
-        self._failures.clear()  # a model that had no room beside pinned ones may have it now
+        self._failures.clear()  # a model that did not fit beside the pinned models may fit now
         for entry in self._entries:
             self._retire_if_unused(entry)
         self._room.notify()
 
     def is_pinned(self, spec: ModelSpec) -> bool:
-        """Return True if a model is not evicted: by hand, else by its spec."""
+        """Return True if a model is pinned, by `pin` or else by its spec."""
         return self._pins.get(spec.id, spec.pinned)
 
     def reconsider(self) -> None:
-        """Apply a new catalog: free idle models that it lacks, and `forget` them.
+        """Apply a new catalog: free and `forget` idle models that it no longer has.
 
-        Loaded models adopt the keys that do not need another load. Failures are forgotten, and so
-        are pins set or removed by hand.
+        Loaded models adopt changed keys that do not need a reload of the model. Failures, and pins
+        set by `pin`, are forgotten.
         """
         self.forget()
         self._failures.clear()
@@ -158,7 +160,7 @@ class ModelCache(Generic[M]):
         for entry in self._entries:
             current = self._served.catalog.current(entry.spec)
             if current is not None:
-                # The catalog's own object: load_alike compares identity first.
+                # Use the catalog's object: `load_alike` is fast for identical objects.
                 entry.spec = current
                 if entry.is_loaded:
                     entry.adopt(current)
@@ -166,7 +168,7 @@ class ModelCache(Generic[M]):
             self._retire_if_unused(entry)
 
     def forget(self) -> None:
-        """Forget the counts of models that are neither in the catalog nor in memory."""
+        """Forget metrics and failures of models that are neither in the catalog nor in memory."""
         known = {spec.id for spec in self._served.catalog.specs}
         known.update(entry.spec.id for entry in self._entries)
         for model in self._admissions.keys() - known:
@@ -176,7 +178,7 @@ class ModelCache(Generic[M]):
 
     @property
     def entries(self) -> Sequence[Entry[M]]:
-        """Return every model from its first request until it is freed."""
+        """Return the entries of all models that are loading, loaded or being freed."""
         return tuple(self._entries)
 
     def loaded(self) -> list[M]:
@@ -184,18 +186,18 @@ class ModelCache(Generic[M]):
         return [entry.model for entry in self._entries if entry.model is not None]
 
     def states(self) -> dict[str, str]:
-        """Return, by id, which models are `loading`, `loaded`, or `failed` at their last load."""
+        """Return the state of each model that is `loading`, `loaded` or `failed`, by id."""
         failed = dict.fromkeys(self._failures.models(), "failed")
         loading = {entry.spec.id: "loading" for entry in self._staying()}
         loaded = {entry.spec.id: "loaded" for entry in self._staying() if entry.is_loaded}
         return failed | loading | loaded
 
     def has_failed(self, spec: ModelSpec) -> bool:
-        """Return True if a model's last load that ended failed."""
+        """Return True if the last load of a model that has ended failed."""
         return self._failures.of(spec.id) is not None
 
     def model(self, spec: ModelSpec) -> M | None:
-        """Return a model if it is loaded now."""
+        """Return a model if it is loaded, else None."""
         entries = [entry for entry in self._staying() if entry.spec.id == spec.id]
         if not entries:
             return None
@@ -221,13 +223,13 @@ class ModelCache(Generic[M]):
         return [entry for entry in self._entries if entry.state is not State.LEAVING]
 
     def _is_pinned(self, entry: Entry[M]) -> bool:
-        """Return True if an entry or one of its adapters is pinned: they leave with their base."""
+        """Return True if an entry is pinned, or an adapter of it, which is freed with its base."""
         current = self._served.catalog.current(entry.spec)
         is_pinned = current is not None and self.is_pinned(current) and entry.is_open
         return is_pinned or any(self._is_pinned(adapter) for adapter in self._adapters(entry))
 
     def _adapters(self, base: Entry[M]) -> list[Entry[M]]:
-        """Return the adapters that are parts of a model."""
+        """Return the entries of a base model's adapters."""
         return [entry for entry in self._entries if entry.base is base]
 
     def _admission(self, spec: ModelSpec) -> Admission:
@@ -240,7 +242,7 @@ class ModelCache(Generic[M]):
         return admission
 
     def _admit(self, spec: ModelSpec, caller: Caller | None) -> AbstractContextManager[None]:
-        """Hold a place in the model's queue while entered; a load without a caller has none.
+        """Hold a place in the model's queue while entered. A load without a caller needs no place.
 
         Raises Overloaded if the queue is full.
         """
@@ -254,7 +256,7 @@ class ModelCache(Generic[M]):
     async def _use(
         self, spec: ModelSpec, base: Entry[M] | None, caller: Caller | None
     ) -> AsyncIterator[Entry[M]]:
-        """Hold a lease of one model. Enters once it is loaded."""
+        """Hold a lease of one model, and yield its entry once it is loaded."""
         entry = self._entry(spec, base)
         entry.enter()
         try:
@@ -269,7 +271,7 @@ class ModelCache(Generic[M]):
             self._retire_if_unused(entry)
 
     def _entry(self, spec: ModelSpec, base: Entry[M] | None) -> Entry[M]:
-        """Return the copy of the model that is open to new callers, or begin to load one."""
+        """Return the entry of a model that accepts new callers. If there is none, begin a load."""
         if self._is_closed:
             raise ShuttingDown
         for entry in self._entries:
@@ -277,16 +279,16 @@ class ModelCache(Generic[M]):
                 return entry
         self._failures.check(spec.id)
         for counter in (metrics.REJECTED, metrics.EVICTIONS):
-            metrics.of(counter, spec.id)  # starts at 0: a rate then counts the first event
+            metrics.of(counter, spec.id)  # the series starts at 0, so a rate sees the first event
         entry = Entry[M](spec, base)
         if base is not None:
-            base.enter()  # leased for the adapter's load
+            base.enter()  # a lease until the adapter is loaded
         self._entries.append(entry)
         entry.task = asyncio.create_task(self._run(entry), name=f"model {spec.id}")
         return entry
 
     async def _wait(self, entry: Entry[M]) -> None:
-        """Wait for a load. Raises NoRoom or ModelLoading if it takes over `load_wait_s`."""
+        """Wait for a load to end. Raises NoRoom or ModelLoading if it takes over `load_wait_s`."""
         try:
             async with asyncio.timeout(self._load_wait_s):
                 await entry.is_settled.wait()
@@ -299,7 +301,7 @@ class ModelCache(Generic[M]):
             ) from None
 
     def _retire_if_unused(self, entry: Entry[M]) -> None:
-        """Free a model without callers if it was unloaded or replaced, or else start its TTL."""
+        """If a model has no callers, free it if it was unloaded or replaced, else start its TTL."""
         if entry.leases:
             return
         if entry.may_move_to(State.LEAVING):
@@ -318,7 +320,7 @@ class ModelCache(Generic[M]):
         return f"being downloaded ({percent} %)"
 
     async def _run(self, entry: Entry[M]) -> None:
-        """Fetch a model, wait for room, load it, serve it and free it."""
+        """Fetch a model's files, wait for room, load the model, serve it and free it."""
         started, spec, base = clock.now(), entry.spec, entry.base
         holding_base = contextlib.ExitStack()
         if base is not None:
@@ -327,14 +329,14 @@ class ModelCache(Generic[M]):
         try:
             prepared = await self._loader.prepare(spec, base.model if base is not None else None)
             if entry.state is State.LEAVING:
-                return  # it was unloaded while it was fetched
+                return  # the model was unloaded while its files were fetched
             log.info("model_loading", model=spec.id)
             async with (
                 self._room.hold(entry, prepared.nbytes) as share,
                 prepared.open() as loaded,
             ):
                 share.resize(loaded.nbytes)
-                if entry.spec is not spec:  # the catalog was reloaded meanwhile
+                if entry.spec is not spec:  # models.yaml was reloaded meanwhile
                     loaded.adopt(entry.spec)
                 holding_base.close()
                 with self._serve(entry, loaded, clock.now() - started):
@@ -358,8 +360,8 @@ class ModelCache(Generic[M]):
             self._room.notify()
 
     async def _free_adapters(self, base: Entry[M]) -> None:
-        """Free the adapters of a model that is about to be freed itself."""
-        # No adapter has callers: they would have leased the base too.
+        """Free the adapters of a base model that is about to be freed."""
+        # The adapters have no callers, since an adapter's caller leases the base too.
         for entry in self._adapters(base):
             if entry.may_move_to(State.LEAVING):
                 entry.move_to(State.LEAVING)
@@ -369,7 +371,7 @@ class ModelCache(Generic[M]):
 
     @contextlib.contextmanager
     def _serve(self, entry: Entry[M], loaded: Loaded[M], seconds: float) -> Iterator[None]:
-        """Admit waiting callers, and count the model as loaded while entered."""
+        """Let waiting callers in, and count the model as loaded while entered."""
         model = entry.spec.id
         entry.last_used = clock.now()
         entry.model, entry.adopt = loaded.model, loaded.adopt
@@ -390,11 +392,11 @@ class ModelCache(Generic[M]):
     def _fail(
         self, entry: Entry[M], error: GatewayError, unforeseen: Exception | None = None
     ) -> None:
-        """Fail the waiting callers. Only an unforeseen error is logged with its traceback."""
+        """Fail the waiting callers. The log has a traceback only for an `unforeseen` error."""
         model = entry.spec.id
         metrics.of(metrics.MODEL_LOADS, model, "failed").inc()
         log.error("model_failed", model=model, error=str(error), exc_info=unforeseen)
-        if self._served.catalog.current(entry.spec):  # else the error is of an older spec
+        if self._served.catalog.current(entry.spec):  # an older spec's error is not remembered
             self._failures.remember(model, error)
         entry.settle(error)
 
@@ -407,7 +409,7 @@ class ModelCache(Generic[M]):
         for entry in entries:
             if entry.model is None and entry.task is not None:
                 entry.task.cancel()
-                entry.settle(ShuttingDown())  # a task that has not begun would not do it
+                entry.settle(ShuttingDown())  # a task cancelled before it begins doesn't settle
             elif entry.may_move_to(State.LEAVING):
                 entry.move_to(State.LEAVING)
         tasks = [entry.task for entry in entries if entry.task is not None]

@@ -1,4 +1,4 @@
-"""A model in the cache and its state; and failed loads, which are not retried at once."""
+"""A model in the cache and its state. Also remembers failed loads, to not retry them at once."""
 
 import asyncio
 from collections.abc import Callable
@@ -18,20 +18,20 @@ from gateway.errors import (
 from gateway.registry import ModelSpec
 from gateway.serving.budget import Share
 
-UNAVAILABLE_S = 30.0  # seconds until a new try: not every request should try a dead network
-BROKEN_S = 5.0  # a shorter pause, as the file may be under repair
+UNAVAILABLE_S = 30.0  # seconds until a retry, so that not every request waits for a dead network
+BROKEN_S = 5.0  # seconds until a retry of invalid files: somebody may be repairing them
 M = TypeVar("M")
 T = TypeVar("T")
 
 
 class Failures:
-    """The last failure of each model."""
+    """The error of each model whose last load failed, with the time until which it is raised."""
 
     def __init__(self) -> None:
-        self._errors: dict[str, tuple[GatewayError, float]] = {}  # errors, each until a time
+        self._errors: dict[str, tuple[GatewayError, float]] = {}
 
     def remember(self, model: str, error: GatewayError) -> None:
-        """Keep an error of the model itself; a shutdown or a lack of room is not one."""
+        """Remember an error of the model itself. Others, such as a shutdown, are ignored."""
         match error:
             case ModelUnavailable() | ModelNotFound() | ModelRefused():
                 seconds = UNAVAILABLE_S
@@ -39,24 +39,24 @@ class Failures:
                 seconds = BROKEN_S
             case _:
                 return
-        # The copy has no traceback, whose frames would hold the half-read model.
+        # A copy, because the frames of the error's traceback would keep a half-loaded model.
         self._errors[model] = (error.copy(), clock.now() + seconds)
 
     def forget(self, model: str) -> None:
-        """Let a model's next load be tried at once."""
+        """Forget a model's failure, so that its next load is tried at once."""
         self._errors.pop(model, None)
 
     def clear(self) -> None:
         self._errors.clear()
 
     def check(self, model: str) -> None:
-        """Raise the error of this model's last load if it is recent."""
+        """Raise the error of a model's last load if that failed recently."""
         error, until = self._errors.get(model, (None, 0.0))
         if error is not None and clock.now() < until:
             raise error.copy() from None
 
     def of(self, model: str) -> GatewayError | None:
-        """Return the model's last failure, however long ago, if no load has succeeded since."""
+        """Return the error of a model's last load, however old; None if that load succeeded."""
         return self._errors.get(model, (None, 0.0))[0]
 
     def models(self) -> tuple[str, ...]:
@@ -65,7 +65,7 @@ class Failures:
 
 
 async def shared(task: asyncio.Task[T]) -> T:
-    """Wait for a task that others wait for too: it goes on if one of them leaves."""
+    """Wait for a task that several callers wait for. Cancelling a caller doesn't cancel it."""
     try:
         return await asyncio.shield(task)
     except GatewayError as error:
@@ -73,16 +73,17 @@ async def shared(task: asyncio.Task[T]) -> T:
 
 
 class State(Enum):
-    """How a cached model treats its callers."""
+    """The state of a model in the cache."""
 
-    LOADING = "loading"  # it waits for its files, room or weights: callers wait
-    READY = "ready"  # callers enter at once
-    RETIRING = "retiring"  # unloaded by hand: its callers finish, new ones load a copy
-    LEAVING = "leaving"  # it has no callers and is being freed
-    GONE = "gone"  # its memory is freed
+    LOADING = "loading"  # the model waits for its files, for room or for weights; callers wait
+    READY = "ready"  # callers can use the model at once
+    RETIRING = "retiring"  # unloaded on request: present callers finish, new ones load a copy
+    LEAVING = "leaving"  # the model has no callers and is being freed
+    GONE = "gone"  # the model's memory is freed
 
 
-# A load may fail and a task be cancelled at any time, so every state may move to GONE.
+# The legal changes of state. A load may fail, and a task may be cancelled, at any time, so every
+# state may move to GONE.
 MOVES: Final = MappingProxyType(
     {
         State.LOADING: {State.READY, State.RETIRING, State.LEAVING, State.GONE},
@@ -99,38 +100,39 @@ class Entry(Generic[M]):
 
     def __init__(self, spec: ModelSpec, base: "Entry[M] | None" = None) -> None:
         self.spec = spec
-        # An adapter is a part of its base: freed before that is, and its callers lease both.
+        # The entry of an adapter's base model. An adapter is freed before its base, and the callers
+        # of an adapter lease both.
         self.base = base
         self.state = State.LOADING
-        self.leases = 0  # callers that use it or wait for it: while there are any, it stays
+        self.leases = 0  # callers that use or wait for the model, which keep it in the cache
         self.last_used = 0.0
-        self.task: asyncio.Task[None] | None = None  # fetches, loads and frees it
+        self.task: asyncio.Task[None] | None = None  # fetches, loads and frees the model
         self.leaving = asyncio.Event()
         self._ttl: asyncio.TimerHandle | None = None
 
         # The progress of its load:
-        self.needed_bytes: int | None = None  # known once its files are there
-        # Done when its wait for room ends: with None if it leaves instead.
+        self.needed_bytes: int | None = None  # known once the model's files are on disk
+        # Done when its wait for room ends, with None if the model leaves instead.
         self.admission: asyncio.Future[Share | None] | None = None
-        self.share: Share | None = None  # held once it has room
+        self.share: Share | None = None  # set once the model has room
         self.model: M | None = None
         self.adopt: Callable[[ModelSpec], None] = lambda _: None
         self.failure: GatewayError | None = None
-        self.is_settled = asyncio.Event()  # the load has ended, well or not
+        self.is_settled = asyncio.Event()  # set when the load has ended, successfully or not
 
     @property
     def is_open(self) -> bool:
-        """Return True if new callers use it or wait for it."""
+        """Return True if new callers may use this entry or wait for its load."""
         return self.state in (State.LOADING, State.READY)
 
     @property
     def is_leaving(self) -> bool:
-        """Return True if it is being freed, or has been."""
+        """Return True if the model is being freed, or has been."""
         return self.state in (State.LEAVING, State.GONE)
 
     @property
     def is_loaded(self) -> bool:
-        """Return True if it is in memory and not being freed."""
+        """Return True if the model is in memory and not being freed."""
         return self.model is not None and not self.is_leaving
 
     @property
@@ -139,7 +141,7 @@ class Entry(Generic[M]):
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes it holds of the budget."""
+        """Return the bytes of the budget that the model holds."""
         if self.share is None:
             return 0
         return self.share.nbytes
@@ -168,12 +170,12 @@ class Entry(Generic[M]):
         self.last_used = clock.now()
 
     def settle(self, failure: GatewayError | None = None) -> None:
-        """Wake the callers that wait for the load, which has ended."""
+        """Wake the callers that wait for the load. `failure` is its error, if it failed."""
         self.failure = failure
         self.is_settled.set()
 
     def start_ttl(self, ttl_s: float | None) -> None:
-        """Leave after `ttl_s` seconds without a lease; never if it is None."""
+        """Free the model after `ttl_s` seconds unless it gets a lease. None cancels the timer."""
         if self._ttl is not None:
             self._ttl.cancel()
             self._ttl = None

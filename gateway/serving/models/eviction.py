@@ -1,5 +1,5 @@
-"""Places and bytes for loaded models: which models hold them, which wait in order of arrival, and
-which idle ones leave for the waiting.
+"""Places and bytes for loaded models: which models hold them, which wait for them in order of
+arrival, and which idle models are evicted to make room.
 """
 
 import asyncio
@@ -18,27 +18,27 @@ from gateway.serving.models.entry import Entry, State
 K = TypeVar("K")
 M = TypeVar("M")
 
-RECENT_S = 10.0  # an idle model used this recently would probably be loaded again at once
+RECENT_S = 10.0  # seconds since its last use in which an idle model is likely to be needed again
 
 
 class Phase(Enum):
-    """The phase of a model, from its wait for room to its end."""
+    """The phase of a model, as the plan of evictions sees it."""
 
-    WAITING = auto()  # it waits for room
-    USED = auto()  # it has room, and callers, a load or a pin that forbid eviction
-    IDLE = auto()  # it may be evicted
+    WAITING = auto()  # the model waits for room
+    USED = auto()  # it has room, and may not be evicted: it has callers, is loading or is pinned
+    IDLE = auto()  # it has room, and may be evicted
     LEAVING = auto()  # it is being freed
 
 
 @dataclass(frozen=True, slots=True)
 class Resident:
-    """The facts of a model that the plan depends on."""
+    """The facts about a model on which the plan depends."""
 
     phase: Phase
-    nbytes: int  # bytes that it holds or, while it waits, needs
+    nbytes: int  # bytes that the model holds or, while WAITING, needs
     last_used: float = 0.0
-    is_requested: bool = True  # callers wait for it
-    is_adapter: bool = False  # it takes no place
+    is_requested: bool = True  # True: callers wait for the model
+    is_adapter: bool = False  # True: the model takes bytes, but no place
 
     @property
     def places(self) -> int:
@@ -51,8 +51,8 @@ class EvictionPlan(Generic[K]):
 
     admitted: tuple[K, ...] = ()
     leaving: tuple[K, ...] = ()
-    abandoned: tuple[K, ...] = ()  # they need the room of models in use, and have no callers
-    claimed_bytes: int = 0  # bytes kept from new sequences
+    abandoned: tuple[K, ...] = ()  # waiting models without callers, for which there is no room
+    claimed_bytes: int = 0  # bytes that new sequences may not take
 
 
 def make_plan(
@@ -61,11 +61,12 @@ def make_plan(
     max_models: int,
     free_bytes: int,
     rows_bytes: int,
-    prefix_bytes: int = 0,  # the part of these for kept prompts: freed when claimed
+    prefix_bytes: int = 0,  # the part of `rows_bytes` in prefix pools, which is freed when claimed
 ) -> EvictionPlan[K]:
-    """Admit the waiting models that there is room for, in order of arrival. None overtakes another.
+    """Plan which waiting models are admitted, in order of arrival, and which models are evicted.
 
-    For the first without room, kept prompts go, then the fewest possible idle models.
+    No waiting model overtakes another. For the first one without room, prefix pools are freed, and
+    then as few idle models as possible are evicted.
     """
     admitted: list[K] = []
     abandoned: list[K] = []
@@ -73,7 +74,8 @@ def make_plan(
     going = _in_phase(residents, Phase.LEAVING).values()
     free_places = max_models
     free_places -= sum(model.places for model in residents.values() if model.phase != Phase.WAITING)
-    # Adapters come first: each holds its base, and an earlier model may wait for that to leave.
+    # Adapters come first: each keeps its base in use, and an earlier model may be waiting for the
+    # base to leave.
     waiting = _in_phase(residents, Phase.WAITING).items()
     for key, newcomer in sorted(waiting, key=lambda item: not item[1].is_adapter):
         places, nbytes = newcomer.places - free_places, newcomer.nbytes - free_bytes
@@ -92,12 +94,12 @@ def make_plan(
         if places <= 0 and nbytes <= prefix_bytes:
             claimed_bytes = max(0, claimed_bytes - victims_bytes)
             return EvictionPlan((*admitted,), (*victims,), (*abandoned,), claimed_bytes)
-        # Evictions would not be enough: the model is abandoned if nobody asks for it any more.
+        # Evicting all idle models is not enough. Abandon the model if no caller waits for it.
         if not newcomer.is_requested:
             abandoned.append(key)
             continue
-        # Otherwise it waits until models in use are idle. If the end of sequences makes enough
-        # room, its claim keeps that room from new sequences.
+        # Otherwise it waits until models in use get idle. If it is enough that running sequences
+        # end, their bytes are claimed, so that new sequences do not take them.
         if places > 0 or nbytes > rows_bytes:
             claimed_bytes = 0
         return EvictionPlan((*admitted,), (), (*abandoned,), claimed_bytes)
@@ -105,15 +107,15 @@ def make_plan(
 
 
 def pick(idle: Mapping[K, Resident], *, places: int, nbytes: int) -> list[K]:
-    """Choose models that together hold `places` and `nbytes`, least recently used first; all if
-    they do not.
+    """Choose idle models that together hold `places` and `nbytes`, least recently used first. If
+    all of them hold less, choose all.
     """
     chosen: list[K] = []
     for key, resident in sorted(idle.items(), key=lambda item: item[1].last_used):
         if places <= 0 and nbytes <= 0:
             break
         if nbytes <= 0 and resident.is_adapter:
-            continue  # a place is lacking, and an adapter has none
+            continue  # only places are missing, and an adapter has none
         chosen.append(key)
         places -= resident.places
         nbytes -= resident.nbytes
@@ -125,11 +127,11 @@ def _in_phase(residents: Mapping[K, Resident], phase: Phase) -> dict[K, Resident
 
 
 class Abandoned(Exception):
-    """Nobody waits for the model any more, and it has no room or was unloaded."""
+    """Raised in a load that ends early, because no caller waits or the model was unloaded."""
 
 
 class Room(Generic[M]):
-    """The places and bytes of loaded models. Neither a pinned model nor one in use is evicted."""
+    """The places and bytes of loaded models. Models that are pinned or in use are not evicted."""
 
     def __init__(
         self, budget: Budget, *, max_models: int, is_pinned: Callable[[Entry[M]], bool]
@@ -137,19 +139,21 @@ class Room(Generic[M]):
         self._budget = budget
         self._max_models = max_models
         self._is_pinned = is_pinned
-        self._queue: list[Entry[M]] = []  # holding or waiting, in the order they are served
+        self._queue: list[
+            Entry[M]
+        ] = []  # models that hold room or wait for it, in order of arrival
         budget.attach(self)
         budget.listen(self._update)
 
     @contextlib.asynccontextmanager
     async def hold(self, entry: Entry[M], nbytes: int) -> AsyncIterator[Share]:
-        """Hold a place and `nbytes` while entered, evicting idle models if need be.
+        """Hold a place and `nbytes` while entered. Evicts idle models if necessary.
 
-        Waits as long as the model has callers. Raises InsufficientMemory if there can never be
-        room, and Abandoned.
+        Waits for room while the model has callers, and raises Abandoned if it has none left. Raises
+        InsufficientMemory if there can never be room.
         """
         if nbytes < 0:
-            raise ValueError(f"a model of {nbytes} bytes")
+            raise ValueError(f"a model cannot have {nbytes} bytes")
         entry.needed_bytes = nbytes
         entry.admission = asyncio.get_running_loop().create_future()
         self._queue.append(entry)
@@ -168,9 +172,10 @@ class Room(Generic[M]):
                 self.notify()
 
     def evict_idle(self, nbytes: int, *, is_pressing: bool) -> None:
-        """Evict idle models, least recently used first, if that frees `nbytes`; else none.
+        """Evict idle models, least recently used first, until `nbytes` are free. Evict none if that
+        cannot be reached.
 
-        Models used in the last RECENT_S stay unless `is_pressing`.
+        Models used in the last RECENT_S are evicted only if `is_pressing`.
         """
         residents = self._residents()
         going = _in_phase(residents, Phase.LEAVING).values()
@@ -193,19 +198,19 @@ class Room(Generic[M]):
         )
 
     def model_bytes(self) -> int:
-        """Return the bytes of all models, without those of sequences and kept prompts."""
+        """Return the bytes of all models, without those of sequences and prefix caches."""
         return sum(entry.nbytes for entry in self._queue)
 
     def users(self) -> list[str]:
-        """Return the models that are in use."""
+        """Return the ids of the models that are in use."""
         return [entry.spec.id for entry in self._queue if entry.share is not None and entry.leases]
 
     def notify(self) -> None:
-        """Wake waiting models and sequences, as a model may have become idle or been freed."""
+        """Wake waiting models and sequences. Call it when a model may have become idle or left."""
         self._budget.notify()
 
     def _update(self) -> None:
-        """Make a plan for the present state, and carry it out."""
+        """Make a plan for the current state, and carry it out."""
         self._refuse_impossible()
         plan = make_plan(
             self._residents(),
@@ -237,14 +242,14 @@ class Room(Generic[M]):
     def _phase(self, entry: Entry[M]) -> Phase:
         if entry.waits_for_room:
             return Phase.WAITING
-        if entry.is_leaving or entry.share is None:  # no share: it was refused room
+        if entry.is_leaving or entry.share is None:  # a model without a share was refused room
             return Phase.LEAVING
         if entry.state is not State.READY or entry.leases or self._is_pinned(entry):
             return Phase.USED
         return Phase.IDLE
 
     def _rows_bytes(self) -> int:
-        """Return the bytes of sequences and of cached prefixes."""
+        """Return the bytes of sequences and prefix caches."""
         used_bytes = self._budget.limit_bytes - self._budget.free_bytes
         return max(0, used_bytes - self.model_bytes())
 
@@ -252,7 +257,7 @@ class Room(Generic[M]):
         assert entry.admission is not None
         assert entry.needed_bytes is not None
         entry.share = self._budget.share()
-        # Settled first: a listener of the budget must not admit it again.
+        # The future is done before `resize` calls listeners, which must not admit the model again.
         entry.admission.set_result(entry.share)
         entry.share.resize(entry.needed_bytes)
 
@@ -266,7 +271,7 @@ class Room(Generic[M]):
                 entry.admission.set_exception(obstacle)
 
     def _find_obstacle(self, entry: Entry[M]) -> GatewayError | None:
-        """Return the error of a model that can never have room beside pinned ones, else None."""
+        """Return an error if the model can never have room beside the pinned models, else None."""
         assert entry.needed_bytes is not None
         pinned = [
             other

@@ -1,4 +1,4 @@
-"""Models that models.yaml does not list: a request or an admin has named them, on a hub."""
+"""Models that models.yaml does not list: a request or an admin names a repository of the hub."""
 
 import asyncio
 import re
@@ -24,7 +24,7 @@ from gateway.serving.models.pulls import ADMIN, Pull, Pulls
 from gateway.serving.models.served import Served
 
 MOST_NAMED: Final = 16
-MOST_REFUSED: Final = 256  # names remembered for a while as refused by the hub
+MOST_REFUSED: Final = 256  # most repositories whose refusal is remembered for a while
 RETRY_S: Final = 5.0
 _PART = r"\w(?:[\w.-]{0,94}\w)?"
 _REPO = re.compile(rf"(?:hub:)?({_PART}/{_PART}(?<!\.git))", re.ASCII)
@@ -32,27 +32,27 @@ _REPO = re.compile(rf"(?:hub:)?({_PART}/{_PART}(?<!\.git))", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A model that the hub offers. Sizes in bytes."""
+    """A model on the hub, and its sizes in bytes."""
 
     spec: ModelSpec
     weights: int
-    missing: int  # bytes of its files that this disk lacks
-    whole: int  # bytes on the disk, once nothing is missing
+    missing: int  # bytes of its files that are still to be downloaded
+    whole: int  # bytes of its files on disk after the download
     free: int  # free bytes on the disk
 
 
 class Offers(Protocol):
-    """A hub of models, as it offers them."""
+    """The interface for looking up models on a hub."""
 
     async def offer(self, repo: str, is_pull: bool) -> Candidate:
-        """Look up a repository. Refuse a model that may not or cannot be served; for requests, but
-        not for an admin's pull, also one that is not public.
+        """Look up a repository. Raises a GatewayError for a model that may not or cannot be served,
+        and for one that is not public unless `is_pull`, for an admin's pull.
         """
 
 
 def repository(name: str) -> str | None:
-    """Return the `org/name` in a model's name, perhaps after `hub:`; None if the hub cannot have a
-    model of that name.
+    """Return the `org/name` of a model's name, without an optional `hub:`. None if the name cannot
+    be a repository of the hub.
     """
     match = _REPO.fullmatch(name)
     if match is None or ".." in name or "--" in name:
@@ -61,9 +61,10 @@ def repository(name: str) -> str | None:
 
 
 def check_sizes(candidate: Candidate, *, pending: int, memory: int, reserve: int) -> None:
-    """Raise InsufficientMemory or InsufficientDisk for a model that should not be fetched.
+    """Raise InsufficientMemory or InsufficientDisk if a model is too large to be downloaded.
 
-    `pending` bytes are still to be fetched for others; `reserve` bytes of the disk stay free.
+    `pending` is the bytes still to be downloaded for other models, and `reserve` the bytes of the
+    disk that must stay free.
     """
     model, missing, free = candidate.spec.id, candidate.missing, candidate.free
     if candidate.weights > memory:
@@ -71,13 +72,13 @@ def check_sizes(candidate: Candidate, *, pending: int, memory: int, reserve: int
         raise InsufficientMemory(model, f"its files are {weights}, and models may hold {room}.")
     if missing and free - pending - missing < reserve:
         needed, there, kept = map(human_bytes, (missing + pending, free, reserve))
-        reason = f"{needed} are to be fetched, and of {there} free on the disk {kept} are to stay."
+        reason = f"{needed} are missing, the disk has {there} free, and {kept} must stay free."
         raise InsufficientDisk(model, reason)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class NamedModels:
-    """The models by name, at most MOST_NAMED: an idle one goes for the next."""
+    """The served models that callers have named. A new one replaces an idle one at MOST_NAMED."""
 
     served: Served
     models: ModelCache[Any]
@@ -86,12 +87,12 @@ class NamedModels:
     patterns: Sequence[str]  # patterns of the models that requests may name
     memory_bytes: int
     reserve_bytes: int
-    # Lookups on the hub under way, each with the key that it is for.
+    # Running lookups on the hub, by repository, each with the id of the key that asked.
     _looks: dict[str, tuple[str, asyncio.Task[ModelSpec]]] = field(default_factory=dict)
     _refusals: Failures = field(default_factory=Failures)  # errors of models that requests named
 
     def is_new(self, name: str) -> bool:
-        """Return True for a name that may be on the hub, and is not served yet."""
+        """Return True for a name that may be a model on the hub and is not served yet."""
         repo = repository(name)
         return bool(self.patterns) and repo is not None and self._known(name, repo) is None
 
@@ -101,26 +102,26 @@ class NamedModels:
         return next((name for name in names if name in known), None)
 
     async def admit(self, name: str, key: str) -> None:
-        """Serve a model that a request names, if it may be named, and begin to fetch it.
+        """Serve a model that a request names, if it matches `patterns`, and begin its download.
 
-        Raises ModelNotFound, Overloaded while another is on its way for this key, the error of the
-        hub's answer, and as `check_sizes` does.
+        Raises ModelNotFound, Overloaded while another model is looked up or downloaded for this
+        key, the errors of `Offers.offer`, and those of `check_sizes`.
         """
         repo = repository(name)
         if repo is None or not self.is_new(name):
-            return  # it is there, or gets the ordinary 404
+            return  # the model is served already, or the request gets the ordinary 404
         if not any(fnmatchcase(repo, pattern) for pattern in self.patterns):
             raise ModelNotFound(name, patterns=self.patterns)
         self._refusals.check(repo)
         looks = [asked for asked, (owner, _) in self._looks.items() if owner == key]
         pulls = [pull.spec.id for pull in self.pulls.under_way if pull.key == key]
         for other in {*looks, *self.served.named.keys() & pulls} - {repo}:
-            message = f"`{other}` is on its way for this key. Try again once it is here."
+            message = f"`{other}` is being downloaded for this key. Try again once it is there."
             raise Overloaded(message, retry_after_s=RETRY_S)
         await self._add(repo, key)
 
     async def pull(self, name: str) -> Pull:
-        """Return the pull of any model of the catalog or of the hub. Raises as `admit` does."""
+        """Return the pull of any model of the catalog or the hub. Raises the errors of `admit`."""
         repo = repository(name)
         known = self._known(name, repo)
         if known is None and repo is not None:
@@ -128,7 +129,7 @@ class NamedModels:
         return self.pulls.begin(self.served.catalog.resolve(known or name).spec, ADMIN)
 
     async def _add(self, repo: str, key: str) -> ModelSpec:
-        """Add a model, or wait until another caller has."""
+        """Add a model, or wait until another caller has added it."""
         if repo not in self._looks:
             self._looks[repo] = (key, asyncio.create_task(self._look(repo, key)))
         return await shared(self._looks[repo][1])
@@ -162,7 +163,7 @@ class NamedModels:
         self._refusals.remember(repo, error)
 
     def _make_place(self) -> None:
-        """Let go of an idle model if there are MOST_NAMED. Raises Overloaded if none is idle."""
+        """Drop an idle model if MOST_NAMED are served. Raises Overloaded if none is idle."""
         if len(self.served.named) < MOST_NAMED:
             return
         used = {model for model, state in self.models.states().items() if state != "failed"}
@@ -174,7 +175,7 @@ class NamedModels:
         del self.served.named[idle]
 
     def _settle(self, repo: str, task: asyncio.Task[Path]) -> None:
-        """Forget a model that could not be fetched: the next request looks it up again."""
+        """Drop a model whose download failed, so that the next request looks it up again."""
         if task.cancelled() or task.exception() is not None:
             self.served.named.pop(repo, None)
             self._publish()

@@ -1,5 +1,5 @@
-"""Downloads of models' files: one at a time, in the order they were asked for, each watched by all
-who wait for it.
+"""Downloads of models' files: one at a time, in order of arrival. All callers that need a model
+wait for the same download.
 """
 
 import asyncio
@@ -14,26 +14,29 @@ from gateway.registry import ChatSpec, ModelSpec
 from gateway.serving.models.entry import shared
 
 log = logs.get("pulls")
-ADMIN = "admin"  # an admin's pull is counted to this name, others to the id of a key
-NOBODY = "none"
+ADMIN = "admin"  # stands for a key's id in the counts of an admin's pulls
+NOBODY = "none"  # stands for a key's id in the counts of pulls that no key asked for
 
 
 class Fetched(NamedTuple):
-    """How much of a model is on disk, in bytes."""
+    """The progress of a model's download, in bytes."""
 
     completed: int
-    # Bytes of all its files; None until the hub has listed them.
+    # The size of all its files; None until the hub has listed them.
     total: int | None = None
 
 
 class Store(Protocol):
-    """The place of models' files, and their source."""
+    """The interface for finding and downloading models' files."""
 
     async def find(self, spec: ModelSpec) -> Path | None:
-        """Return the place of a model's files if all that it loads is on this disk."""
+        """Return the path of a model's files if all files that it loads are on this disk."""
 
     async def files(self, spec: ModelSpec, *, is_pull: bool = False) -> Path:
-        """Find or download a model's files. An admin's pull may download whatever the settings."""
+        """Find or download a model's files, and return their path.
+
+        `is_pull`, for an admin's pull, allows the download even if the settings forbid it.
+        """
 
     def fetched(self, spec: ModelSpec) -> Fetched:
         """Return how much of a model is on disk."""
@@ -41,18 +44,18 @@ class Store(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Pull:
-    """A model whose files are fetched, or wait for those of another to be there."""
+    """A download that is running, or that waits for another one to end."""
 
     spec: ModelSpec
     key: str
-    whole: int  # bytes of the whole model on disk; 0 until the hub has listed its files
+    whole: int  # bytes of all its files; 0 until the hub has listed them
     status: Literal["waiting", "downloading"] = "waiting"
     task: "asyncio.Task[Path]" = field(init=False)
 
     async def wait(self) -> Path:
-        """Return the place of the files. A caller that is cancelled does not stop the download.
+        """Wait for the download and return the files' path. Cancelling a caller doesn't stop it.
 
-        Raises ModelUnavailable, ModelLoadFailed, and Unavailable at a shutdown.
+        Raises ModelUnavailable, ModelLoadFailed, and ShuttingDown.
         """
         try:
             return await shared(self.task)
@@ -63,7 +66,9 @@ class Pull:
 
 
 class Pulls:
-    """The downloads under way. A context manager: leaving it ends them, and fetched files stay."""
+    """The waiting and running downloads. A context manager: exiting it ends them, and files that
+    are complete stay on disk.
+    """
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -72,27 +77,27 @@ class Pulls:
 
     @property
     def under_way(self) -> Sequence[Pull]:
-        """Return the downloads under way, the oldest first."""
+        """Return the waiting and running downloads, the oldest first."""
         return tuple(self._pulls.values())
 
     @property
     def pending(self) -> int:
-        """Return the bytes that are still to be fetched, as far as they are known."""
+        """Return the bytes that are still to be downloaded, as far as they are known."""
         return sum(max(0, pull.whole - self._on_disk(pull.spec)) for pull in self.under_way)
 
     def _on_disk(self, spec: ModelSpec) -> int:
         return self._store.fetched(spec).completed
 
     def fetched(self, pull: Pull) -> Fetched:
-        """Return how much of a pull's model is on disk."""
-        # Files that an older revision left may count too.
+        """Return the progress of a download."""
+        # `completed` is capped, since it may include files of an older revision.
         completed, total = self._store.fetched(pull.spec)
         return Fetched(min(completed, total or completed), total)
 
     def begin(self, spec: ModelSpec, key: str = NOBODY, whole: int = 0) -> Pull:
-        """Return the pull of a model that is under way, or begin one that is counted to a key.
+        """Return a model's download, beginning it unless it is under way already.
 
-        It will have `whole` bytes on disk, if that is known.
+        Its bytes are counted for `key`. `whole` is the size of all its files, if that is known.
         """
         name = (spec.id, spec.source)
         pull = self._pulls.get(name)
@@ -103,7 +108,7 @@ class Pulls:
         return pull
 
     def percent(self, spec: ModelSpec) -> int | None:
-        """Return how much of a model's download is done; None if none is under way."""
+        """Return the percentage of a model's download that is done; None if none is running."""
         pull = self._pulls.get((spec.id, spec.source))
         completed, total = self.fetched(pull) if pull is not None else Fetched(0)
         if not total:
@@ -113,7 +118,7 @@ class Pulls:
     def _end(self, name: object) -> None:
         task = self._pulls.pop(name).task
         if not task.cancelled():
-            task.exception()  # retrieved: asyncio would log it if nobody waits any more
+            task.exception()  # retrieved, so that asyncio does not log it if nobody waits
 
     async def _run(self, pull: Pull) -> Path:
         files = await self._store.find(pull.spec)
@@ -127,7 +132,7 @@ class Pulls:
             return files
 
     async def _fetch(self, spec: ModelSpec, key: str) -> Path:
-        """Fetch one model's files, if another's download has not brought them by now."""
+        """Download one model's files, unless an earlier download has fetched them."""
         started, before = clock.now(), self._on_disk(spec)
         try:
             return await self._store.files(spec, is_pull=key == ADMIN)
@@ -149,7 +154,7 @@ class Pulls:
 
 
 def _parts(spec: ModelSpec) -> Sequence[ModelSpec]:
-    """Return a model, after the base whose weights it shares."""
+    """Return the specs to download: a model, preceded by its base if it is an adapter."""
     if isinstance(spec, ChatSpec) and spec.base_spec is not None:
         return (spec.base_spec, spec)
     return (spec,)

@@ -1,5 +1,5 @@
-"""The models that are served: the catalog, as it is now, and their inputs by the files on this
-disk, whether loaded or not.
+"""The current catalog of served models, and facts about the models' inputs, such as their maximum
+length. These are read from files on this disk, whether a model is loaded or not.
 """
 
 import asyncio
@@ -9,35 +9,37 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from gateway.registry import Catalog, Changes, Inputs, ModelSpec
 
 ReadInputs = Callable[[Sequence[ModelSpec]], Awaitable[Mapping[str, Inputs | None]]]
-LOOK_S = 3.0  # longest wait for small files of all models: a network disk may never answer
+LOOK_S = 3.0  # most seconds to wait for small files of all models: a network disk may hang
 
 
 class Served:
-    """The current catalog: the models of models.yaml, whose names win, and those that callers have
-    named, by id. Whoever changes it tells the model cache, which forgets the models that are gone.
+    """The current catalog: the models of models.yaml, and those that callers have named.
+
+    A name of models.yaml takes precedence over a named model. Code that changes the catalog must
+    tell the model cache, which then forgets models that are gone.
     """
 
     def __init__(self, file: Catalog) -> None:
         self.catalog = self._file = file
-        self.named: dict[str, ModelSpec] = {}  # NamedModels changes it, and publishes
+        self.named: dict[str, ModelSpec] = {}  # by id; NamedModels changes it, then calls `publish`
 
     def replace(self, file: Catalog) -> Changes:
-        """Serve the models of another reading of models.yaml, and return the changes."""
+        """Serve the models of a reloaded models.yaml, and return the changes."""
         before, self._file = self.catalog, file
         self.publish()
         return self.catalog.changes_since(before)
 
     def publish(self) -> None:
-        """Make the catalog anew."""
+        """Rebuild the catalog from models.yaml's models and the named models."""
         taken, named = {*self._file.names()}, self.named.values()
         rest = [spec for spec in named if taken.isdisjoint((spec.id, f"hub:{spec.id}"))]
         self.catalog = Catalog([*self._file.specs, *rest])
 
 
 class KnownInputs:
-    """The inputs of served models, as they were when their files were last looked at.
+    """The Inputs of served models, as of the last time that their files were read.
 
-    `read` returns those of models by id, None for one whose files are not on this disk.
+    `read` returns them by model id, with None for a model whose files are not on this disk.
     """
 
     def __init__(self, served: Served, read: ReadInputs) -> None:
@@ -45,17 +47,18 @@ class KnownInputs:
         self._read = read
         self._known: Mapping[str, Inputs | None] = {}
         self._looking = asyncio.Lock()
-        self._next: asyncio.Future[None] | None = None  # a look that has not begun
+        self._next: asyncio.Future[None] | None = None  # a read that has not begun
 
     def of(self, spec: ModelSpec) -> Inputs | None:
-        """Return a model's inputs; None if its files were not on this disk."""
+        """Return a model's Inputs; None if its files were not on this disk."""
         return self._known.get(spec.id)
 
     async def look(self) -> None:
-        """Look at the files of all models; stop waiting after LOOK_S, while the look goes on. A
-        disk that does not answer holds one look, and so one thread, however many ask.
+        """Read the files of all models again. After LOOK_S stop waiting, while the read goes on.
+
+        Only one read runs at a time, so a disk that hangs blocks only one thread.
         """
-        if self._next is None:  # a look under way may be older than some files
+        if self._next is None:  # a read that has begun may miss newer files
             self._next = asyncio.ensure_future(self._look())
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LOOK_S):

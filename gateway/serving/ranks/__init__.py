@@ -1,7 +1,8 @@
-"""One model over several processes: rank 0 serves, and the others make its engines' calls too.
+"""One model split over several processes: rank 0 serves, and the other ranks repeat the calls of
+its engine.
 
-calls       a call of an engine ⇄ bytes, and the digest by which ranks notice that they differ
-links       the connections between rank 0 and the others; which rank is lost
-leading     an engine whose calls the other ranks make too
-following   the other ranks: they make rank 0's calls until it ends
+calls       converts calls of an engine to bytes and back; digests, to compare results of ranks
+links       the connections between rank 0 and the other ranks; notices when a rank is lost
+leading     rank 0's engine, which has the other ranks make each call too
+following   the other ranks, which make rank 0's calls until rank 0 ends the group
 """

@@ -1,6 +1,6 @@
-"""The calls that rank 0 has the other ranks make, as bytes, and their results, as digests.
+"""The calls that rank 0 sends to the other ranks, as bytes, and digests of their results.
 
-The bytes are JSON of the dataclasses below: unlike a pickle they cannot run code.
+The bytes are JSON of the dataclasses below. Unlike a pickle, JSON cannot run code.
 """
 
 import zlib
@@ -14,10 +14,10 @@ from gateway.jobs.steps import StepPlan, StepResult, Verdict
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """Rank 0's facts about a model that the others are to load."""
+    """The facts of rank 0 that the other ranks need to load their shares of a model."""
 
     spec: str  # a digest of the model's keys in models.yaml
-    files: str  # a digest of the model's files, and of all files loaded with them
+    files: str  # the model's self-test digest, which must be the same on every rank
     prefix_cache_bytes: int
     speculate_rows: int
 
@@ -26,7 +26,7 @@ class Setup:
 class LoadCall:
     """Load this rank's share of a model."""
 
-    # The reply is the reason if it cannot be loaded, else empty.
+    # The reply is empty or, if the load fails, the reason.
     model: str
     setup: Setup
     method: Literal["load"] = "load"
@@ -42,9 +42,9 @@ class DropCall:
 
 @dataclass(frozen=True, slots=True)
 class StepCall:
-    """Make a step."""
+    """Run a step of the engine."""
 
-    # The reply is the digest of its result.
+    # The reply is the digest of the step's result.
     model: str
     plan: StepPlan
     method: Literal["step"] = "step"
@@ -52,7 +52,7 @@ class StepCall:
 
 @dataclass(frozen=True, slots=True)
 class ProbeCall:
-    """Ask whether the device still works."""
+    """Probe the device, to find out whether it still works."""
 
     model: str
     method: Literal["probe"] = "probe"
@@ -60,7 +60,7 @@ class ProbeCall:
 
 @dataclass(frozen=True, slots=True)
 class SelfTestCall:
-    """Continue the self-test, or begin it anew."""
+    """Run the next step of the self-test, or the first one if `is_first`."""
 
     model: str
     is_first: bool
@@ -79,7 +79,7 @@ class VerdictCall:
 
 @dataclass(frozen=True, slots=True)
 class DropAdapterCall:
-    """Forget an adapter by its number."""
+    """Free the adapter with this number."""
 
     model: str
     number: int
@@ -92,7 +92,7 @@ Call: TypeAlias = LoadCall | DropCall | EngineCall
 _CALLS: Final[TypeAdapter[Call]] = TypeAdapter(
     Annotated[Call, Field(discriminator="method")],
     config=ConfigDict(
-        arbitrary_types_allowed=True,  # a compiled grammar, which is not sent
+        arbitrary_types_allowed=True,  # needed for the field of compiled grammars, which is None
         extra="forbid",
         ser_json_bytes="base64",
         val_json_bytes="base64",
@@ -106,7 +106,7 @@ def encode(call: Call) -> bytes:
 
 
 def decode(data: bytes) -> Call:
-    """Raises ValueError for bytes that are no call."""
+    """Return the call in these bytes. Raises ValueError for any other bytes."""
     try:
         return _CALLS.validate_json(data)
     except ValidationError as error:
@@ -114,8 +114,9 @@ def decode(data: bytes) -> Call:
 
 
 def digest(result: StepResult) -> str:
-    """Return a digest of a step's result. Ranks whose digests differ are no longer alike."""
-    # A call's id is random and a logprob may be rounded differently, so neither counts.
+    """Return a digest of a step's result. If ranks have different digests, they have diverged."""
+    # The digest leaves out ids of tool calls, which are random, and logprobs, which may be rounded
+    # differently.
     said = [
         (delta.id, delta.tokens, delta.finish_reason, delta.text, delta.reasoning, delta.error)
         for delta in result.deltas

@@ -1,4 +1,4 @@
-"""The work of a rank above 0: it makes each call that rank 0 sends, until rank 0 ends the group."""
+"""The loop of a rank above 0, which makes each call that rank 0 sends until the group ends."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Generator
@@ -26,25 +26,25 @@ from gateway.serving.ranks.calls import (
 
 log = logs.get("ranks")
 
-IDLE_S: Final = 10.0  # seconds without a call until freed memory is given back
-GRAMMARS: Final = 64  # compiled grammars to keep
+IDLE_S: Final = 10.0  # seconds without a call after which freed memory returns to the system
+GRAMMARS: Final = 64  # most compiled grammars in the cache
 
 
 class Link(Protocol):
     """The connection to rank 0."""
 
     def next_frame(self, wait_s: float) -> bytes | None:
-        """Return the next frame; None if none came. An empty one ends the group."""
+        """Return the next frame, or None after `wait_s`. An empty frame ends the group."""
 
     def reply(self, outcome: str) -> None:
-        """Send rank 0 the outcome of the last frame."""
+        """Send the outcome of the last frame to rank 0."""
 
 
 LoadModel = Callable[[str, Setup], GenerationEngine]
 
 
 def follow(link: Link, load: LoadModel, tidy: Callable[[], None]) -> None:
-    """Make the calls that come, until rank 0 ends the group. On the thread that runs MLX."""
+    """Make the calls that arrive, until rank 0 ends the group. Run it on the thread for MLX."""
     models: dict[str, FollowingEngine] = {}
     while True:
         frame = link.next_frame(IDLE_S)
@@ -64,7 +64,7 @@ def follow(link: Link, load: LoadModel, tidy: Callable[[], None]) -> None:
 
 
 def _load(call: LoadCall, load: LoadModel, models: "dict[str, FollowingEngine]") -> str:
-    """Load a model; return the reason if that fails, else an empty text."""
+    """Load a model. Return an empty text or, if the load fails, the reason."""
     try:
         models[call.model] = FollowingEngine(load(call.model, call.setup))
     except GatewayError as error:
@@ -78,7 +78,9 @@ def _load(call: LoadCall, load: LoadModel, models: "dict[str, FollowingEngine]")
 
 
 class FollowingEngine:
-    """The engine of one model. It makes the calls of rank 0's engine and drops their results."""
+    """This rank's engine of one model. It repeats the calls of rank 0's engine, and discards their
+    results.
+    """
 
     def __init__(self, engine: GenerationEngine) -> None:
         self._engine = engine
@@ -86,7 +88,7 @@ class FollowingEngine:
         self._grammars: OrderedDict[Grammar, Compiled] = OrderedDict()
 
     def make(self, call: EngineCall) -> str:
-        """Make a call; return its outcome, which should be the same on every rank."""
+        """Make a call. Return its outcome, which should be the same on every rank."""
         try:
             return self._make(call) or ""
         except Exception as error:
@@ -103,7 +105,7 @@ class FollowingEngine:
                     self._end_test()
                     self._test = engine.time_step(rows) if rows else engine.self_test()
                 if next(self._test, None) is not None and rows:
-                    self._end_test()  # these seconds are the last, and others' KV goes with them
+                    self._end_test()  # timing is complete, and ending it frees the test's KV
             case VerdictCall(verdict=verdict):
                 engine.apply_verdict(verdict)
             case DropAdapterCall(number=number):
@@ -124,7 +126,7 @@ class FollowingEngine:
         return digest(result)
 
     def _with_grammar(self, params: SequenceParams) -> SequenceParams:
-        """Return the sequence with its grammar compiled here."""
+        """Return the params with the grammar compiled by this rank."""
         grammar = params.grammar
         if grammar is None:
             return params

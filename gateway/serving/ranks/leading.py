@@ -1,7 +1,8 @@
-"""An engine on rank 0. The other ranks make its calls too, each sent just before it is made here.
+"""Rank 0's engine, which sends each call to the other ranks just before it makes the call itself.
 
-An engine decides by its calls alone: no clock, no measured memory. So the same calls in the same
-order leave the same batches everywhere, and every pass finds all ranks in it.
+An engine's decisions depend only on its calls, not on a clock or on measured memory. So the same
+calls in the same order produce the same batches on every rank, and all ranks take part in every
+pass.
 """
 
 import contextlib
@@ -30,7 +31,7 @@ from gateway.serving.ranks.calls import (
 from gateway.serving.ranks.links import Leader
 
 T = TypeVar("T")
-WAIT_S: Final = 0.02  # seconds that a loading step waits for other ranks before it yields the lane
+WAIT_S: Final = 0.02  # seconds that a step of a load waits for other ranks while it has the lane
 
 
 def lead_in_steps(
@@ -39,9 +40,10 @@ def lead_in_steps(
     setup: Setup,
     steps: Generator[GenerationEngine | None],
 ) -> Generator[GenerationEngine | None]:
-    """Load a model on every rank, in steps; the last yields rank 0's engine. On the lane.
+    """Load a model on every rank, in steps. The last step yields rank 0's engine.
 
-    `setup` lets the other ranks load the same model. Raises ModelLoadFailed, naming the rank.
+    Must run on the lane. `setup` lets the other ranks load the same model. Raises ModelLoadFailed,
+    which names the rank that failed.
     """
     sent = leader.send(encode(LoadCall(model, setup)))
     engine: GenerationEngine | None = None
@@ -74,13 +76,13 @@ def lead_in_steps(
 class LeadingEngine:
     """Rank 0's engine of a model that several ranks share."""
 
-    prefixes = None  # no one process has all of them
+    prefixes = None  # each rank has only a part of the prefix cache
 
     def __init__(self, leader: Leader, model: str, engine: GenerationEngine) -> None:
         self._leader = leader
         self._model = model
         self._engine = engine
-        # These methods change nothing, and need no other rank.
+        # These methods don't change the engine's state, so only rank 0 calls them.
         self.tokens, self.facts = engine.tokens, engine.facts
         self.prepare, self.compile = engine.prepare, engine.compile
         self.matches_schema, self.read_answer = engine.matches_schema, engine.read_answer
@@ -88,8 +90,8 @@ class LeadingEngine:
         self.routing_keys = engine.routing_keys
 
     def step(self, plan: StepPlan) -> StepResult:
-        """Make a step on every rank. Return its result once all ranks have the same."""
-        # The result of a pass in which a rank is lost cannot be trusted.
+        """Run a step on every rank. Return its result once all ranks have the same digest."""
+        # If a rank was lost during the pass, the result may be wrong.
         joining = [(number, _with_seed(params)) for number, params in plan.joining]
         plan = replace(plan, joining=joining)
         sent = [(number, _to_send(params)) for number, params in joining]
@@ -130,7 +132,7 @@ class LeadingEngine:
             self._engine.close()
 
     def _make(self, call: EngineCall, act: Callable[[], T]) -> T:
-        """Make a call on every rank. Raises Unavailable unless all have the same outcome."""
+        """Make a call on every rank. Raises Unavailable unless all ranks have the same outcome."""
         sent = self._leader.send(encode(call))
         try:
             result = act()
@@ -146,12 +148,12 @@ class LeadingEngine:
 
 
 def _with_seed(params: SequenceParams) -> SequenceParams:
-    # The seed is drawn here, so that it is the same on every rank.
+    # The seed is drawn on rank 0, so that all ranks have the same one.
     if params.sampling.seed is not None:
         return params
     return replace(params, sampling=replace(params.sampling, seed=secrets.randbits(64)))
 
 
 def _to_send(params: SequenceParams) -> SequenceParams:
-    # Each rank compiles the grammar itself; the prompt may be in parts, which share tokens.
+    # Each rank compiles the grammar itself. The prompt is copied to a list, as JSON needs.
     return replace(params, compiled=None, prompt=list(params.prompt))

@@ -1,7 +1,7 @@
-"""The connections between rank 0 and the other ranks, one each: frames out, short replies back.
+"""The connections between rank 0 and each other rank: rank 0 sends frames and gets short replies.
 
-A rank that is gone is noticed by its closed connection, or within KEEP_ALIVE_S by the kernel's
-probes. An empty frame ends the group.
+Rank 0 notices that a rank is gone when its connection closes, or after KEEP_ALIVE_S through the
+kernel's keep-alive probes. An empty frame ends the group.
 """
 
 import contextlib
@@ -27,21 +27,21 @@ log = logs.get("ranks")
 
 Link: TypeAlias = "Connection[Any, Any]"
 JOIN_S: Final = 60.0  # seconds for all ranks to connect, once the group has formed
-END_S: Final = 5.0  # seconds for the others to notice the end
-KEEP_ALIVE_S: Final = 11  # seconds: 5 of silence, then three probes 2 apart
+END_S: Final = 5.0  # seconds for the other ranks to close their connections at the end
+KEEP_ALIVE_S: Final = 11  # seconds: 5 of silence, then three probes every 2 seconds
 LONGEST: Final = 1 << 30
-MOST_UNKNOWN: Final = 64  # connections that have not said yet which rank they are
+MOST_UNKNOWN: Final = 64  # most connections that have not yet named their rank
 STATUS_OF_A_LOSS: Final = 70  # EX_SOFTWARE of sysexits.h, as after a stall
 _WORD_BYTES: Final = 64 << 10
 _OUTCOME_CHARS: Final = 2000
 _STOP: Final = {"stop": True}
-# Errors of a connection that ends, or whose words make no sense.
+# Errors of a connection that closes, or of an invalid reply.
 _ENDS: Final = (EOFError, OSError, ValueError, LookupError)
 
 
 @dataclass(frozen=True, slots=True)
 class Invitation:
-    """The address of rank 0, and the secret word by which it knows its ranks."""
+    """The address of rank 0, and the secret with which the other ranks identify themselves."""
 
     host: str
     port: int
@@ -57,25 +57,25 @@ class Invitation:
 
 
 class Sent:
-    """A frame sent to every rank, and the replies so far, by rank."""
+    """A frame that was sent to every rank, with the replies so far, by rank."""
 
     def __init__(self) -> None:
         self.replies: dict[int, str] = {}
 
 
 class Leader:
-    """Rank 0's connections. All methods but `close` are for the lane's thread."""
+    """Rank 0's connections. All methods except `close` must run on the lane's thread."""
 
     def __init__(self, links: Mapping[int, Link]) -> None:
         self._links = links
         self._words: queue.SimpleQueue[tuple[int, int, str]] = queue.SimpleQueue()
         self._count = 0
-        # Replies may come during the wait for those to another frame. The dictionary is weak, so
-        # that replies to a frame that nobody waits for any more are dropped.
+        # Sent frames by number: a reply to one frame may arrive while another frame's are awaited.
+        # The references are weak, so replies to a frame that nobody waits for are dropped.
         self._sent: WeakValueDictionary[int, Sent] = WeakValueDictionary()
         self._is_over = False
-        self.lost: str | None = None  # the loss of a rank, in words; None while all are there
-        # Called when a rank gets a signal to stop.
+        self.lost: str | None = None  # describes the loss of a rank; None while all are connected
+        # Called when another rank gets a signal to stop.
         self.on_stop: Callable[[], object] = lambda: None
         self._threads = [
             threading.Thread(target=self._listen, args=(rank,), name=f"rank {rank}", daemon=True)
@@ -97,7 +97,7 @@ class Leader:
         return sent
 
     def replies(self, sent: Sent, wait_s: float | None = None) -> Mapping[int, str] | None:
-        """Return each rank's reply to a frame; None if one has not replied by then. Raises
+        """Return each rank's reply to a frame, or None if some are missing after `wait_s`. Raises
         Unavailable if a rank is gone.
         """
         until = None if wait_s is None else clock.now() + wait_s
@@ -114,17 +114,17 @@ class Leader:
         return sent.replies
 
     def agree(self, sent: Sent, outcome: str) -> None:
-        """Wait until every rank has come to this outcome of a frame. Raises Unavailable if one
-        does not, or is gone.
+        """Wait until every rank has replied to a frame with this outcome. Raises Unavailable if a
+        rank has another outcome, or is gone.
         """
-        # Results computed with such a rank must not be used.
+        # Results that were computed together with such a rank must not be used.
         for rank, reply in (self.replies(sent) or {}).items():
             if reply != outcome:
-                self._lose(f"rank {rank} came to another outcome")
+                self._lose(f"rank {rank} got a different result")
         self._check()
 
     def close(self) -> None:
-        """End the group; wait until every rank has noticed, for at most END_S."""
+        """End the group. Wait until every rank has disconnected, for at most END_S."""
         self._is_over = True
         for link in self._links.values():
             with contextlib.suppress(OSError):
@@ -138,7 +138,7 @@ class Leader:
             raise Unavailable(f"The group is ending: {self.lost}.", retry_after_s=1)
 
     def _listen(self, rank: int) -> None:
-        """Read a rank's words until its connection ends."""
+        """Read a rank's messages until its connection closes."""
         with self._links[rank] as link, contextlib.suppress(*_ENDS):
             while True:
                 word = json.loads(link.recv_bytes(_WORD_BYTES))
@@ -153,14 +153,14 @@ class Leader:
         is_news = self.lost is None and not self._is_over
         if is_news:
             self.lost = what
-        self._words.put((0, 0, ""))  # wakes the lane's thread if it waits for a word
+        self._words.put((0, 0, ""))  # wakes the lane's thread if it waits for a reply
         if is_news:
-            log.critical("rank_lost", lost=what, hint="its log says more; the group ends")
+            log.critical("rank_lost", lost=what, hint="see that rank's log; the group ends")
 
 
 @contextlib.contextmanager
 def inviting(host: str) -> Iterator[tuple[Invitation, socket.socket]]:
-    """Listen for the ranks on a free port of the host."""
+    """Listen on a free port of the host; yield the invitation to send to the other ranks."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, 0), family=family) as listener:
         port = listener.getsockname()[1]
@@ -168,11 +168,12 @@ def inviting(host: str) -> Iterator[tuple[Invitation, socket.socket]]:
 
 
 def accept(listener: socket.socket, invitation: Invitation, ranks: Sequence[int]) -> Leader:
-    """Wait for these ranks to connect. Others are turned away, at the latest once all ranks have
-    connected, and delay none of them. Raises TimeoutError.
+    """Wait until these ranks have connected. Raises TimeoutError after JOIN_S.
+
+    Any other connection is refused, at the latest at the end, and delays no rank.
     """
     links: dict[int, socket.socket] = {}
-    # Connections that have not said who they are, with their words so far, the oldest first.
+    # Connections that have not yet named their rank, with the bytes received so far, oldest first.
     unknown: dict[socket.socket, bytearray] = {}
     until = clock.now() + JOIN_S
     listener.setblocking(False)
@@ -202,8 +203,8 @@ def accept(listener: socket.socket, invitation: Invitation, ranks: Sequence[int]
 
 
 def _welcome(listener: socket.socket, unknown: dict[socket.socket, bytearray]) -> None:
-    """Accept a connection. If too many have not said who they are, refuse the oldest of these."""
-    with contextlib.suppress(OSError):  # it left while it waited
+    """Accept a connection. If over MOST_UNKNOWN are unidentified, refuse the oldest of them."""
+    with contextlib.suppress(OSError):  # the client left before it was accepted
         link, _ = listener.accept()
         link.setblocking(False)
         unknown[link] = bytearray()
@@ -221,8 +222,9 @@ def _readable(links: Sequence[socket.socket], wait_s: float) -> list[socket.sock
 
 
 def _hear(link: socket.socket, said: bytearray) -> bytes | None:
-    """Read more of a connection's first frame. Return the frame once it is whole, an empty one if
-    it never will be, else None.
+    """Read more of a connection's first frame, whose bytes so far are in `said`.
+
+    Return the frame once it is complete, None before, and empty bytes if it can't be completed.
     """
     length = int.from_bytes(said[:4], "big")  # a Connection writes the length before a frame
     size = 4
@@ -246,7 +248,7 @@ def _hear(link: socket.socket, said: bytearray) -> bytes | None:
 
 
 def _rank_in(hello: bytes, invitation: Invitation) -> int:
-    """Return the rank that a connection says it is; -1 if it does not know the word."""
+    """Return the rank named in a connection's first frame; -1 unless it has the right secret."""
     try:
         word, rank = json.loads(hello)
         if hmac.compare_digest(str(word), invitation.word) and type(rank) is int:
@@ -285,7 +287,7 @@ class Follower:
         return cls(link, exit_process)
 
     def next_frame(self, wait_s: float) -> bytes | None:
-        """Return the next frame; None if none came. An empty one ends the group."""
+        """Return the next frame, or None after `wait_s`. An empty frame ends the group."""
         try:
             frame = self._frames.get(timeout=wait_s)
         except queue.Empty:
@@ -294,9 +296,9 @@ class Follower:
         return frame
 
     def reply(self, outcome: str) -> None:
-        """Send rank 0 the outcome of the last frame."""
+        """Send the outcome of the last frame to rank 0."""
         word = {"of": self._number, "reply": outcome[:_OUTCOME_CHARS]}
-        with contextlib.suppress(OSError):  # rank 0 is gone: the other thread ends this process
+        with contextlib.suppress(OSError):  # rank 0 is gone: `_listen` exits the process
             self._link.send_bytes(json.dumps(word).encode())
 
     def ask_to_stop(self) -> None:
@@ -311,16 +313,16 @@ class Follower:
                 self._frames.put(frame)
                 if not frame:
                     return
-        # Rank 0 went without a word. The process ends at once: the main thread may be stuck in a
-        # pass that never ends.
-        with contextlib.suppress(Exception):  # a stderr that cannot be written to
-            log.critical("leader_lost", hint="rank 0 ended without a word: see its log")
+        # Rank 0 disconnected without an empty frame. The process exits at once: its main thread may
+        # be stuck in a pass that never ends.
+        with contextlib.suppress(Exception):  # stderr may not be writable
+            log.critical("leader_lost", hint="rank 0 ended unexpectedly: see its log")
             sys.stderr.flush()
         self._exit_process(STATUS_OF_A_LOSS)
 
 
 def _connection(link: socket.socket) -> Link:
-    """Return a connection that sends at once, and notices a machine that is gone."""
+    """Return a connection without Nagle's delay, and with keep-alive probes."""
     link.setblocking(True)
     link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -86,7 +86,7 @@ SLIDING: dict[str, Any] = {"use_sliding_window": True, "max_window_layers": 1, "
         ({"is_causal": False, "model_type": "olmo2"}, "is_causal False.*`olmo2`"),
         ({"is_causal": False, "sliding_window": 8, **SLIDING}, "sliding windows"),
         ({"is_causal": False, "model_type": "mistral", "sliding_window": 8}, "sliding windows"),
-        ({"is_causal": False, "layer_types": 3}, "config.json has a value"),
+        ({"is_causal": False, "layer_types": 3}, "config.json has an invalid value"),
         ({"hidden_act": "mish"}, "hidden_act `mish`"),
         ({"num_hidden_layers": 10_000_000}, "num_hidden_layers"),
         ({"max_position_embeddings": -1}, "max_position_embeddings is -1"),

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.steps import Steps
 from gateway.engine.generation.engine import GenerationEngine
-from gateway.engine.generation.prefill import MOST_BYTES
+from gateway.engine.generation.prompt_scoring import MOST_BYTES
 from gateway.errors import ContextLengthExceeded
 from gateway.jobs.chat import Delta, EchoedPrompt, GenerateJob
 from tests.checkpoints import SLIDING, STATEFUL, write_chat

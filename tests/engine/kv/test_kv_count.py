@@ -11,7 +11,8 @@ from mlx_lm.utils import load_model
 
 from benchmarks.steps import Steps
 from gateway.engine.device import Device
-from gateway.engine.models.checkpoint import Checkpoint, kv_bytes, measure_kv
+from gateway.engine.models.checkpoint import Checkpoint, kv_bytes
+from gateway.engine.models.kv_costs import measure_kv
 from gateway.jobs.steps import SequenceParams
 from gateway.serving.generation.memory import KV_STEP, Layout, RowCosts
 from tests.checkpoints import SLIDING, STATEFUL, write_chat

@@ -25,7 +25,8 @@ from gateway.engine.kv.quantized import (
     Packing,
     quantize_kv,
 )
-from gateway.engine.models.checkpoint import Checkpoint, kv_bytes, measure_kv
+from gateway.engine.models.checkpoint import Checkpoint, kv_bytes
+from gateway.engine.models.kv_costs import measure_kv
 from gateway.errors import ModelLoadFailed
 from gateway.jobs.chat import Sampling
 from tests.checkpoints import (

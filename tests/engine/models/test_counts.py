@@ -161,7 +161,7 @@ def test_more_layers_than_the_files_have_are_refused_before_they_are_made(
     config = tiny_config(name)
     checkpoint = write(tmp_path, config)
     (tmp_path / "config.json").write_text(json.dumps({**config, key: 900}))
-    with pytest.raises(ModelLoadFailed, match=f"{key} is 900, and the weights are those of 4 "):
+    with pytest.raises(ModelLoadFailed, match=f"{key} is 900, but the weights are those of 4 "):
         load(checkpoint)
 
 
@@ -176,7 +176,7 @@ def test_a_layer_may_have_no_arrays() -> None:
     """One whose attention and MLP do nothing has none; the highest number counts."""
     names = [f"model.layers.{layer}.mlp.up_proj.weight" for layer in (0, 1, 3)]
     check_depth({"num_hidden_layers": 4}, Arguments, names)
-    with pytest.raises(ValueError, match="num_hidden_layers is 5, and the weights are those of 4"):
+    with pytest.raises(ValueError, match="num_hidden_layers is 5, but the weights are those of 4"):
         check_depth({"num_hidden_layers": 5}, Arguments, names)
 
 
@@ -185,7 +185,7 @@ def test_a_model_of_many_more_modules_than_weights_is_refused() -> None:
     module: Any = ReLU
     with bounding_modules(arrays=2):
         [module() for _ in range(1100)]
-        with pytest.raises(ValueError, match="it describes over 1,100 modules, and has 2 weights"):
+        with pytest.raises(ValueError, match="over 1,100 modules, but has only 2 weights"):
             module()
     [module() for _ in range(2000)]  # nobody counts these
 
@@ -206,8 +206,8 @@ def test_a_class_that_wants_a_package_of_its_own_ends_nothing(tmp_path: Path) ->
         ({"shape": ["x"]}, "an array of shape"),
         ({"shape": [1.5]}, "an array of shape"),
         ({"shape": [True]}, "an array of shape"),
-        ({"data_offsets": [64, 0]}, "from byte 64 to 0"),
-        ({"data_offsets": [-64, 64]}, "from byte -64"),
+        ({"data_offsets": [64, 0]}, "at bytes 64 to 0"),
+        ({"data_offsets": [-64, 64]}, "at bytes -64"),
     ],
 )
 def test_numbers_of_a_header_are_counts(tmp_path: Path, array: dict[str, Any], why: str) -> None:

@@ -54,7 +54,7 @@ def changed(family: str, changes: Mapping[str, Any]) -> dict[str, Any]:
         ("falcon_h1", {"time_step_limit": [0.3, 0.6]}, "time_step_limit"),
         ("gemma3_text", {"final_logit_softcapping": 5.0}, "final_logit_softcapping 5.0"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
-        ("gemma3_text", {"rope_parameters": LOCAL}, "sliding_attention: other rope_parameters"),
+        ("gemma3_text", {"rope_parameters": LOCAL}, "rope_parameters of sliding_attention"),
         ("gemma4_text", {"hidden_activation": "silu"}, "hidden_activation 'silu'"),
         ("glm", {"rope_scaling": {**LONGROPE, "type": "longrope"}}, "rope_type longrope"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),

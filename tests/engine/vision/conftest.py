@@ -1,5 +1,5 @@
-"""Seeing engines without kept prefixes and with them: one whose decoder keeps states beside KV, and
-one with DeepStack.
+"""One sandbox for a module's pictures. Seeing engines without kept prefixes and with them, of two
+models: one keeps states beside KV, and one has DeepStack.
 """
 
 from collections.abc import Iterator
@@ -8,8 +8,17 @@ from pathlib import Path
 import pytest
 
 from gateway.engine.generation.engine import GenerationEngine
+from gateway.serving.sandbox import Sandbox
 from tests.engine.generation.harness import PLENTY
 from tests.engine.vision.harness import open_seeing, write_seeing
+from tests.sandboxes import sandbox
+
+
+@pytest.fixture(scope="module")
+def box() -> Iterator[Sandbox]:
+    """Give a sandbox with more time than a gateway's: other tests make a processor slow."""
+    with sandbox("image", 20) as images:
+        yield images
 
 
 @pytest.fixture(scope="module", params=["qwen3_5", "qwen3_vl"])

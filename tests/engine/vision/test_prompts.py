@@ -12,12 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.engine.generation.engine import GenerationEngine
+from gateway.engine.vision import prompts
+from gateway.engine.vision.features import Recent
 from gateway.engine.vision.patches import QwenPatches
 from gateway.engine.vision.prompts import (
     MOST_TOKENS,
     Decoded,
     ImageFormat,
-    PixelCache,
     place_images,
 )
 from gateway.errors import BadRequest, ContextLengthExceeded, Overloaded, Unavailable
@@ -33,6 +34,14 @@ PATCHES = QwenPatches(
 )
 SMALL = replace(PATCHES, patch=4, least_pixels=64, most_pixels=4096)
 FORMAT = ImageFormat(SMALL, START, END, paint)
+
+
+@pytest.fixture(autouse=True)
+def decoded(monkeypatch: pytest.MonkeyPatch) -> Recent[bytes, Decoded]:
+    """Keep none of the images that other tests have decoded, in other ways."""
+    recent: Recent[bytes, Decoded] = Recent(1 << 20, lambda each: len(each.pixels))
+    monkeypatch.setattr(prompts, "_DECODED", recent)
+    return recent
 
 
 def image(data: bytes, number: int = 0, detail: Detail = "auto") -> ImageInput:
@@ -62,7 +71,14 @@ def test_ids_and_spans_stand_where_the_words_stood() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "word0w only", "word0w word1w word0w", "word0wword1wword1w", "WORD0W word1w", "word0 word1"],
+    [
+        "",
+        "word0w only",
+        "word0w word1w word0w",
+        "word0wword1wword1w",
+        "WORD0W word1w",
+        "word0 word1",
+    ],
 )
 def test_words_missing_or_twice_in_the_text_are_refused_by_place(text: str) -> None:
     with pytest.raises(BadRequest) as refused:
@@ -88,7 +104,7 @@ def test_an_image_is_decoded_once_and_by_its_detail() -> None:
         asked.append(request["kind"])
         return paint(request, key)
 
-    formats = replace(FORMAT, sandbox=counting, decoded=PixelCache())
+    formats = replace(FORMAT, sandbox=counting)
     one, other = formats.read(image(CAT)), formats.read(image(CAT, 5))
     assert one is other
     assert asked == ["measure", "decode"]
@@ -99,18 +115,20 @@ def test_an_image_is_decoded_once_and_by_its_detail() -> None:
     assert formats.count(image(CAT)) == len(formats.ids(one)) == 8
 
 
-def test_pixels_least_recently_used_make_room() -> None:
-    cache = PixelCache(most_bytes=100)
-    images = [Decoded(bytes([i]), (1, 1), bytes(40)) for i in range(3)]
-    cache.keep(b"0", images[0])
-    cache.keep(b"1", images[1])
-    assert cache.get(b"0") is images[0]
-    cache.keep(b"2", images[2])
-    assert cache.get(b"1") is None
-    assert cache.get(b"0") is images[0]
-    cache.keep(b"3", Decoded(b"3", (1, 1), bytes(101)))
-    assert cache.get(b"3") is None
-    assert cache.get(b"2") is images[2]
+def test_values_least_recently_used_make_room() -> None:
+    recent: Recent[str, bytes] = Recent(100, len)
+    for name in "ab":
+        recent.keep(name, bytes(40))
+    assert recent.get("a") is not None
+    recent.keep("c", bytes(40))
+    assert recent.get("b") is None
+    assert recent.get("a") is not None
+    recent.keep("d", bytes(101))
+    recent.keep("c", bytes(1))
+    assert recent.get("d") is None
+    assert recent.nbytes == 80
+    recent.clear()
+    assert (recent.get("a"), recent.nbytes) == (None, 0)
 
 
 def test_ids_differ_by_content_by_shape_and_by_secret() -> None:
@@ -134,7 +152,7 @@ def test_pixels_of_one_content_and_other_shapes_have_other_keys() -> None:
             return "measured", [*struct.unpack("BB", request["data"])]
         return "decoded", b"\xff" * (request["width"] * request["height"] * 3)
 
-    formats = replace(FORMAT, sandbox=white, decoded=PixelCache())
+    formats = replace(FORMAT, sandbox=white)
     one, other = (formats.read(image(bytes(size))) for size in ([16, 32], [32, 16]))
     assert one.pixels == other.pixels
     assert one.key != other.key
@@ -149,7 +167,7 @@ def answering(outcome: str, value: Any, measured: Any = (24, 16)) -> ImageFormat
             return "measured", list(measured) if isinstance(measured, tuple) else measured
         return outcome, value
 
-    return replace(FORMAT, sandbox=answer, decoded=PixelCache())
+    return replace(FORMAT, sandbox=answer)
 
 
 @pytest.mark.parametrize(
@@ -193,9 +211,7 @@ def test_sizes_that_no_image_has_are_refused_by_place(measured: Any) -> None:
             read(image(CAT, 7))
 
 
-@given(
-    st.integers(4, 16_384), st.integers(4, 16_384), st.sampled_from(["low", "auto", "high"])
-)
+@given(st.integers(4, 16_384), st.integers(4, 16_384), st.sampled_from(["low", "auto", "high"]))
 def test_an_image_has_no_more_tokens_than_its_detail_allows(
     width: int, height: int, detail: Detail
 ) -> None:

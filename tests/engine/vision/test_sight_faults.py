@@ -76,9 +76,7 @@ FAILS = (1, 3)
 
 
 @pytest.mark.parametrize("change", [None, lambda features: features * float("nan")])
-def test_rows_whose_images_fail_end_alone(
-    engine: GenerationEngine, change: Change | None
-) -> None:
+def test_rows_whose_images_fail_end_alone(engine: GenerationEngine, change: Change | None) -> None:
     alone_ids = [ids(alone(engine, job))[0] for job in JOBS]
     sight_of(engine)._kept.clear()
     engine._clear_prefixes()

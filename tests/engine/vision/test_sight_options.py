@@ -64,9 +64,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-def test_an_option_answers_in_a_mixed_batch_as_alone(
-    cold: GenerationEngine, option: str
-) -> None:
+def test_an_option_answers_in_a_mixed_batch_as_alone(cold: GenerationEngine, option: str) -> None:
     given = OPTIONS[option]
     jobs = [see("What is @?", CAT, **given), see("Is @ or @ it?", WIDE, DOG, **given)]
     expected = [alone(cold, job)[0] for job in jobs]

@@ -169,9 +169,9 @@ def test_another_outcome_ends_the_group_before_anything_is_answered(ranks: Ranks
     ranks.follow(lambda: ScriptedChat(script=[{"text": "other", "tokens": 1}]))
     engine = ranks.lead(ScriptedChat())
     join(engine, params("ab"))
-    with pytest.raises(Unavailable, match="rank 1 came to another outcome"):
+    with pytest.raises(Unavailable, match="rank 1 got a different result"):
         decode(engine)
-    assert ranks.leader.lost == "rank 1 came to another outcome"
+    assert ranks.leader.lost == "rank 1 got a different result"
     with pytest.raises(Unavailable):
         decode(engine)
 

@@ -2,9 +2,9 @@
 
 Nothing in such a file is trusted, and none of it is run. From the bottom up:
 
-    header          the file's own list of metadata and tensors, checked before anything else
-    quants          blocks of weights → numbers, or MLX's own packing of them
+    header          the file's list of metadata and tensors, checked before anything else
+    quants          blocks of quantized weights → floats, or MLX's packed form
     vocabulary      metadata → a tokenizer with its chat template, as mlx-lm wraps them
-    architectures   metadata and tensors → mlx-lm's config and names, or a refusal by name
-    checkpoint      the file as any model's files are seen: config, arrays, costs; its model
+    architectures   metadata and tensors → mlx-lm's config and names, or an error naming the key
+    checkpoint      the file as a `Listing`: config and arrays; its model, built and read
 """

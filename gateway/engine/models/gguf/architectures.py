@@ -1,8 +1,8 @@
-"""A GGUF file's metadata and tensors → the config and the weights' names of mlx-lm's models.
+"""Translating a GGUF file's metadata and tensors to mlx-lm's config and weight names.
 
-Metadata that change the maths are understood or refused by name. Keys:
-https://github.com/ggml-org/ggml/blob/master/docs/gguf.md; tensor names, and the changes made to
-weights on their way into the file: llama.cpp's convert_hf_to_gguf.py.
+A key that changes the computation is either followed or refused in an error that names it. The keys
+are described in https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. llama.cpp's
+convert_hf_to_gguf.py has the names of tensors, and the changes made to weights for the file.
 """
 
 import math
@@ -13,9 +13,9 @@ from typing import Any, Final
 from gateway.engine.models.gguf.header import GgufError, Header, quote
 
 ARCHITECTURES: Final = ("llama", "qwen2", "qwen3")
-ROPE_FACTORS: Final = "rope_freqs.weight"  # factors that slow Llama 3.1's rotations down
+ROPE_FACTORS: Final = "rope_freqs.weight"  # divisors of the frequencies of Llama 3.1's rotations
 _MOST: Final = (1 << 31) - 1
-# Keys that change nothing here, and values that have no effect.
+# Keys that have no effect here, and values of other keys that have none.
 _IDLE: Final = frozenset({"vocab_size", "tensor_data_layout", "rope.scaling.finetuned"})
 _NEUTRAL: Final[Mapping[str, Any]] = {
     "attention.causal": True,
@@ -29,14 +29,14 @@ _NEUTRAL: Final[Mapping[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
-    """The place of a model's weight in the file, and its shape in both."""
+    """The name of the file's tensor that holds a weight, and the shape that both have."""
 
     tensor: str
     shape: tuple[int, ...]
 
 
 def read_config(header: Header) -> dict[str, Any]:
-    """Return a model's config in the words of its config.json.
+    """Return a model's config with the keys of a config.json.
 
     Raises GgufError naming a key that is missing, makes no sense or is not served here.
     """
@@ -52,11 +52,11 @@ def read_config(header: Header) -> dict[str, Any]:
         )
     if name not in ARCHITECTURES:
         raise GgufError(
-            f"its architecture is {name!r:.60}, and of GGUF files those of "
-            f"{', '.join(ARCHITECTURES)} are served"
+            f"its architecture is {name!r:.60}; those served from GGUF files are "
+            f"{', '.join(ARCHITECTURES)}"
         )
     if version != 2:
-        raise GgufError(f"its weights are quantized as of version {version!r:.60}, which is not 2")
+        raise GgufError(f"general.quantization_version is {version!r:.60}; only 2 is read here")
     keys = _Keys(metadata, name)
     config = {"model_type": name, **_sizes(keys), **_rotations(keys, header)}
     embeddings = header.tensors.get("token_embd.weight")
@@ -73,9 +73,10 @@ def read_config(header: Header) -> dict[str, Any]:
 
 
 def places(config: Mapping[str, Any], header: Header) -> dict[str, TensorPlace]:
-    """Return the place of each of the model's weights in the file, by its name in mlx-lm's model.
+    """Return the place in the file of each of the model's weights, by the weight's name in mlx-lm's
+    model.
 
-    Raises GgufError if names or shapes of the file's tensors are not those of such a model.
+    Raises GgufError if names or shapes of the file's tensors don't fit the config.
     """
     # The loop below is bounded by the file's tensors, not by its metadata.
     if config["num_hidden_layers"] > len(header.tensors):
@@ -83,7 +84,7 @@ def places(config: Mapping[str, Any], header: Header) -> dict[str, TensorPlace]:
     expected = dict(_expected(config))
     listed = set(header.tensors)
     if config["model_type"] == "llama":
-        listed.discard(ROPE_FACTORS)  # these are no weights, but a part of the rotations
+        listed.discard(ROPE_FACTORS)  # no weight, but a part of the rotations
     expected_tensors = {place.tensor for place in expected.values()}
     for what, names in (
         ("weights are missing", expected_tensors - listed),
@@ -101,7 +102,7 @@ def places(config: Mapping[str, Any], header: Header) -> dict[str, TensorPlace]:
 
 
 class _Keys:
-    """The keys of one architecture, with a record of those not read yet."""
+    """The metadata's keys of one architecture, with a record of those that were read."""
 
     def __init__(self, metadata: Mapping[str, Any], architecture: str) -> None:
         self._metadata = metadata
@@ -109,7 +110,7 @@ class _Keys:
         self._read: set[str] = set()
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """Return a number from 1 to 2^31 - 1; without a default the key must be there."""
+        """Return an integer from 1 to 2^31 - 1. A key without a default must be there."""
         value = self._found(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MOST:
             raise self._unusable(key, value)
@@ -130,7 +131,7 @@ class _Keys:
         return self._metadata.get(self._prefix + key)
 
     def refuse_rest(self) -> None:
-        """Raise GgufError for the first key that might change the maths, and has not been read."""
+        """Raise GgufError for the first key that was not read and might change the computation."""
         for key in self._metadata:
             short = key.removeprefix(self._prefix)
             if short == key or short in self._read or short in _IDLE:
@@ -157,7 +158,7 @@ def _sizes(keys: _Keys) -> dict[str, Any]:
     if keys.integer("attention.value_length", head) != head:
         raise GgufError("its keys and values are of different lengths, which is not served here")
     context = keys.integer("context_length")
-    # Attention over a window equals attention over all, up to the window's number of tokens.
+    # Windowed attention equals full attention in texts that are no longer than the window.
     window = keys.get("attention.sliding_window")
     if window:
         context = min(context, keys.integer("attention.sliding_window"))
@@ -176,8 +177,8 @@ def _sizes(keys: _Keys) -> dict[str, Any]:
 def _rotations(keys: _Keys, header: Header) -> dict[str, Any]:
     """Return the config of rotary positions.
 
-    The rows of llama's queries and keys were reordered for the file, so that its rotations turn
-    neighbours: mlx-lm calls that traditional.
+    The rows of llama's queries and keys were reordered for the file so that its rotations pair
+    neighbours, which mlx-lm calls traditional.
     """
     name = header.metadata["general.architecture"]
     return {
@@ -226,11 +227,11 @@ def _check_heads(name: str, config: dict[str, Any]) -> None:
     if config.pop("rope_dims") not in (head, _MOST) or head % 2:
         raise GgufError("it rotates a part of each head, which is not served here")
     if name == "qwen2" and heads * head != config["hidden_size"]:
-        raise GgufError(f"{heads} heads of {head} are not its {config['hidden_size']} dimensions")
+        raise GgufError(f"{heads} heads of {head} do not make {config['hidden_size']} dimensions")
 
 
 def _expected(config: Mapping[str, Any]) -> Iterator[tuple[str, TensorPlace]]:
-    """List the weights of the model: the three architectures differ only in biases and norms."""
+    """Yield each weight's name and place. The architectures differ only in biases and norms."""
     hidden, vocabulary = config["hidden_size"], config["vocab_size"]
     yield "model.embed_tokens.weight", TensorPlace("token_embd.weight", (vocabulary, hidden))
     yield "model.norm.weight", TensorPlace("output_norm.weight", (hidden,))
@@ -242,7 +243,7 @@ def _expected(config: Mapping[str, Any]) -> Iterator[tuple[str, TensorPlace]]:
 
 
 def _layer(config: Mapping[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Return the tensor and the shape of each weight of a layer, by its name there."""
+    """Return the tensor and the shape of each weight of a layer, by its name in the layer."""
     hidden, inner, head = (config[key] for key in ("hidden_size", "intermediate_size", "head_dim"))
     queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
     attention = {"q": (queries, hidden), "k": (keys, hidden), "v": (keys, hidden)}

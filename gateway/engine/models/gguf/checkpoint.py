@@ -1,8 +1,9 @@
-"""A GGUF file in the form of any model's files: a config, and arrays by mlx-lm's names. Its model,
-built by that config and read a chunk a step.
+"""A GGUF file as a `Listing`: a config, and arrays under mlx-lm's names. Its model is built from
+that config and read in chunks, one per step.
 
-It is listed as `mlx_lm.convert` would have written it. Types whose groups are MLX's own stay
-quantized, with the file's numbers; the others become floating. On a CPU all do.
+The listing is the one that `mlx_lm.convert` would have written. Weights of types that MLX can hold
+packed stay quantized, with the file's numbers; all others are dequantized. On a CPU all of them
+are, unless the model `is_packed`.
 """
 
 import contextlib
@@ -41,7 +42,7 @@ _ITEMSIZE: Final = {"F32": 4, "F16": 2, "BF16": 2}
 
 @dataclass(frozen=True, slots=True)
 class Widened:
-    """The cost of weights that become floating: their types, and bytes before and after."""
+    """The weights that must be dequantized: their types, and their bytes before and after."""
 
     types: tuple[str, ...]
     stored_bytes: int
@@ -49,7 +50,7 @@ class Widened:
 
 
 class GgufCheckpoint:
-    """A chat model in one file, with the name that callers know; its header is read."""
+    """A chat model in one file whose header is read, under the name that callers use."""
 
     def __init__(self, name: str, path: Path) -> None:
         self.name = name
@@ -68,7 +69,7 @@ class GgufCheckpoint:
 
     @contextlib.contextmanager
     def blame(self) -> Iterator[None]:
-        """Turn any exception raised inside into the reason why this model cannot be loaded."""
+        """Turn any exception raised inside into ModelLoadFailed, which quotes it."""
         try:
             yield
         except ValueError as error:  # GgufError, and errors of the tokenizer
@@ -81,17 +82,17 @@ class GgufCheckpoint:
         return self._config
 
     def kind(self, name: str) -> str:
-        """Name the type that the file has a weight in."""
+        """Return the name of the type that a weight has in the file."""
         return self.header.tensors[self.places[name].tensor].type.name
 
     def packed_bits(self, name: str) -> int | None:
-        """Return the bits of a weight that MLX can hold quantized; None for the others."""
+        """Return the bits of a weight that MLX can hold quantized; None for any other weight."""
         if len(self.places[name].shape) != 2:
             return None
         return PACKED_BITS.get(self.kind(name))
 
     def tensors(self) -> dict[str, Tensor]:
-        """List the arrays of the model, each by its name there."""
+        """List the model's arrays by their names in mlx-lm's model."""
         listed: dict[str, Tensor] = {}
         for name, place in self.places.items():
             bits = self.packed_bits(name)
@@ -106,7 +107,7 @@ class GgufCheckpoint:
         return listed
 
     def widen_types(self) -> Widened | None:
-        """Return the cost of types that no device can hold quantized; None if there are none."""
+        """Return the weights of types that no device can hold quantized; None if there are none."""
         grown = [
             name
             for name in self.places
@@ -134,10 +135,10 @@ class GgufCheckpoint:
         return Tensor(self.dtype, shape, math.prod(shape) * _ITEMSIZE[self.dtype])
 
     def _floating(self) -> str:
-        """Choose the one type of floating weights: a mixture would be slower.
+        """Choose one type for all floating weights: a mixture would be slower.
 
-        Norms are float32 in every file. bfloat16 has a range that float16 lacks, so it is kept if
-        the file has any.
+        Norms don't count, as they are float32 in every file. A file with any bfloat16 keeps it,
+        because float16 lacks its range.
         """
         kinds = {self.kind(name) for name, place in self.places.items() if len(place.shape) > 1}
         if "BF16" in kinds:
@@ -150,13 +151,13 @@ class GgufCheckpoint:
         unread = sorted({self.kind(name) for name in self.places} - READ)
         if unread:
             raise GgufError(
-                f"it has weights of {', '.join(unread)}, which are not read here; "
-                f"those of {', '.join(sorted(READ))} are"
+                f"it has weights of types that are not read here: {', '.join(unread)}; "
+                f"those that are read: {', '.join(sorted(READ))}"
             )
 
 
 def open_checkpoint(name: str, path: Path) -> Checkpoint | GgufCheckpoint:
-    """Return a model's files: a folder's, or a GGUF file whose header is read and checked.
+    """Return the checkpoint of a folder, or of a GGUF file, whose header is read and checked.
 
     Raises ModelLoadFailed.
     """
@@ -165,16 +166,16 @@ def open_checkpoint(name: str, path: Path) -> Checkpoint | GgufCheckpoint:
     return Checkpoint(name, path)
 
 
-# A chunk is decoded in some 5 ms, and a larger one would not stay in the processor's cache. Others
+# A chunk is decoded in about 5 ms; a larger one would not stay in the processor's cache. Other work
 # may have the lane between two chunks.
 CHUNK_WEIGHTS: Final = 1 << 20
 _DTYPES: Final = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}
 
 
 class SlowedRoPE:
-    """Rotary positions whose frequencies are divided by factors, each by its own.
+    """Rotary positions in which each frequency is divided by a factor of its own.
 
-    Llama 3.1's are such: GGUF files have the factors, not the rule behind them.
+    Llama 3.1 has such factors. GGUF files store them, but not the rule behind them.
     """
 
     def __init__(self, dims: int, base: float, factors: mx.array) -> None:
@@ -182,7 +183,7 @@ class SlowedRoPE:
         self._freqs = base ** (mx.arange(0, dims, 2, dtype=mx.float32) / dims) * factors
 
     def __call__(self, x: mx.array, offset: int | mx.array = 0) -> mx.array:
-        """Rotate (…, tokens, dims), the first token being the `offset`th."""
+        """Rotate (…, tokens, dims); the first token has the position `offset`."""
         return mx.fast.rope(
             x, self.dims, traditional=True, base=None, scale=1.0, offset=offset, freqs=self._freqs
         )
@@ -191,10 +192,10 @@ class SlowedRoPE:
 def read_gguf_decoder(
     checkpoint: GgufCheckpoint, *, device: Device, dtype: str | None, is_packed: bool
 ) -> Generator[None, None, Any]:
-    """Build a model and read its weights, in steps; return it.
+    """Build a model, read its weights in steps, and return it.
 
-    Weights that MLX can hold quantized stay so on a GPU, and on a CPU if it `is_packed`. Raises
-    ModelLoadFailed if the file no longer has the tensors that its header listed.
+    Weights that MLX can hold quantized stay quantized on a GPU, and on a CPU if `is_packed`. Raises
+    ModelLoadFailed if the file has changed since its header was read.
     """
     is_packed = is_packed or device is not Device.CPU
     target = pick_dtype(device, dtype, _DTYPES[checkpoint.dtype])
@@ -202,7 +203,7 @@ def read_gguf_decoder(
         model = _build(checkpoint, is_packed)
     if device is Device.CPU:
         use_cpu_kernels(model)
-    # The file is unbuffered: bytes go straight to the place where they are decoded.
+    # The file is unbuffered: bytes are read straight into the array from which they are decoded.
     with checkpoint.blame(), checkpoint.path.open("rb", buffering=0) as file:
         if stamp_of(file) != checkpoint.header.stamp:
             raise GgufError("it has changed since its header was read")
@@ -223,7 +224,7 @@ def read_gguf_decoder(
 
 
 def _build(checkpoint: GgufCheckpoint, is_packed: bool) -> Any:
-    """Make the model, whose arrays are lazy until they are replaced: nothing is computed."""
+    """Build the model. Its arrays are lazy, and replaced before they would be computed."""
     config = checkpoint.config()
     model_class, args_class = _get_classes(config)
     model: Any = model_class(args_class.from_dict(config))
@@ -236,7 +237,7 @@ def _build(checkpoint: GgufCheckpoint, is_packed: bool) -> Any:
         listed = {name: tensor.shape for name, tensor in checkpoint.tensors().items()}
     else:
         listed = {name: place.shape for name, place in checkpoint.places.items()}
-    if built != listed:  # the metadata was checked for it
+    if built != listed:  # unexpected: the metadata was checked
         odd = sorted(name for name in built.keys() | listed if built.get(name) != listed.get(name))
         raise GgufError(f"mlx-lm's model has other weights: {', '.join(odd[:5])}")
     return model
@@ -245,10 +246,10 @@ def _build(checkpoint: GgufCheckpoint, is_packed: bool) -> Any:
 def _floating(
     file: RawIOBase, info: TensorInfo, target: mx.Dtype
 ) -> Generator[None, None, mx.array]:
-    """Read a tensor as floating numbers, a chunk a step."""
+    """Read a tensor and dequantize it, one chunk per step."""
     numbers = np.empty((_rows(info), info.shape[-1]), _numpy(target))
     for rows, raw in _chunks(file, info):
-        with np.errstate(all="ignore"):  # infinities of a broken file show in its answers
+        with np.errstate(all="ignore"):  # a broken file's infinities show in its answers
             numbers[rows] = dequantize(info.type.name, raw)
         yield
     return mx.array(numbers.reshape(info.shape)).astype(target)
@@ -257,7 +258,7 @@ def _floating(
 def _pack(
     file: RawIOBase, info: TensorInfo, target: mx.Dtype, module: str
 ) -> Generator[None, None, dict[str, mx.array]]:
-    """Read a matrix in MLX's quantized form, a chunk a step: three arrays by their names."""
+    """Read a matrix in MLX's quantized form, one chunk per step; return its arrays by name."""
     rows, columns = info.shape
     words = columns * PACKED_BITS[info.type.name] // 32
     weight = np.empty((rows, words), np.uint32)
@@ -279,7 +280,7 @@ def _pack(
 
 
 def _chunks(file: RawIOBase, info: TensorInfo) -> Iterator[tuple[slice, Bytes]]:
-    """Read a tensor's rows, some at a time: their slice, and their bytes, a row each."""
+    """Yield a tensor's rows in chunks: their slice, and their bytes, (rows, bytes of a row)."""
     rows = _rows(info)
     chunk_rows = max(1, CHUNK_WEIGHTS // info.shape[-1])
     file.seek(info.offset)
@@ -304,14 +305,14 @@ def _rows(info: TensorInfo) -> int:
 
 
 def _numpy(target: mx.Dtype) -> type[np.floating[Any]]:
-    """Return the type for numbers on their way to MLX; numpy has no bfloat16."""
+    """Return numpy's type for numbers that become `target` in MLX: numpy has no bfloat16."""
     if target == mx.float16:
         return np.float16
     return np.float32
 
 
 def _slow_down(model: Any, config: Mapping[str, Any], factors: mx.array) -> None:
-    """Replace the model's rotations by those with a file's own factors."""
+    """Replace the model's rotations by those with the file's factors."""
     rope = SlowedRoPE(config["head_dim"], config["rope_theta"], factors)
     for layer in model.layers:
         layer.self_attn.rope = rope
@@ -324,5 +325,5 @@ def _factors(file: RawIOBase, info: TensorInfo, dims: int) -> mx.array:
     ((_, raw),) = _chunks(file, info)
     factors = dequantize("F32", raw).reshape(-1)
     if not (np.isfinite(factors) & (factors > 0)).all():
-        raise GgufError(f"{info.name} has factors that make no sense")
+        raise GgufError(f"{info.name} has factors that are not positive and finite")
     return mx.array(factors)

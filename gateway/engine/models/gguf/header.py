@@ -1,8 +1,8 @@
-"""A GGUF file's header, with its metadata and its tensors: read with bounds, checked whole.
+"""Reading a GGUF file's header, with its metadata and its list of tensors, within bounds.
 
-No number in the file is believed before it is compared with the file's size, so that a hostile file
-is an error and never more. Nothing is mapped into memory: a mapped file that is cut short ends the
-process. The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+Every number in the file is compared with the file's size before it is used, so that a malicious
+file can cause an error and nothing else. Nothing is mapped into memory: a mapped file that is cut
+short ends the process. The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 import math
@@ -21,7 +21,7 @@ HEADER_BYTES: Final = 100_000_000
 MOST_ITEMS: Final = 1 << 22  # the most items of an array; the largest vocabularies have 2^18 tokens
 MOST_KEYS: Final = 1 << 16
 MOST_TENSORS: Final = 1 << 14  # Llama 3.1 405B has 1,138
-MOST_DIMENSIONS: Final = 4  # the format's own bound, as the next two
+MOST_DIMENSIONS: Final = 4  # the format's own bound, like the next two
 KEY_BYTES: Final = 65_535
 NAME_BYTES: Final = 64
 _FIRST_BYTES: Final = 1 << 20
@@ -30,20 +30,20 @@ _MOST_ALIGNMENT: Final = 1 << 20
 
 
 class GgufError(ValueError):
-    """The fault of a GGUF file, in words for the person who chose it."""
+    """A fault of a GGUF file, described for the person who chose the file."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorType:
-    """The form of a tensor's weights: `weights` of them share a block of `nbytes` bytes."""
+    """A storage type of weights: each block of `nbytes` bytes holds `weights` of them."""
 
     name: str
     weights: int
     nbytes: int
 
 
-# ggml.h's enum ggml_type, and the sizes that ggml-common.h's blocks have. The numbers that are left
-# out were withdrawn.
+# ggml.h's enum ggml_type, with the sizes of ggml-common.h's blocks. ggml has withdrawn the numbers
+# that are left out.
 TYPES: Final[Mapping[int, TensorType]] = {
     number: TensorType(name, weights, nbytes)
     for number, name, weights, nbytes in (
@@ -92,13 +92,13 @@ class TensorInfo:
     name: str
     type: TensorType
     shape: tuple[int, ...]  # rows before columns, as in numpy
-    offset: int  # the file's own number
+    offset: int  # its first byte in the file
     nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Array:
-    """An array of the metadata that has not been read yet, and the place where it begins."""
+    """An array of the metadata that has not been read yet, with the place where it begins."""
 
     type: int
     count: int
@@ -106,7 +106,7 @@ class _Array:
 
 
 class Metadata(Mapping[str, Any]):
-    """A file's metadata: numbers, texts, and lists of either, which are made at their first use."""
+    """A file's metadata: numbers, strings, and lists of either, made anew at each look-up."""
 
     def __init__(self, values: Mapping[str, Any], content: bytes) -> None:
         self._values = values
@@ -143,21 +143,22 @@ class Metadata(Mapping[str, Any]):
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The content of a GGUF file before its weights."""
+    """The part of a GGUF file before its weights."""
 
     metadata: Metadata
     tensors: Mapping[str, TensorInfo]
-    # The file's inode, size and time of change, which show whether it is still the same.
+    # The file's device, inode, size and time of change, which show whether it is still the same.
     stamp: tuple[int, ...]
 
 
 def read_header(path: Path) -> Header:
-    """Read a file's header, of version 2 or 3, and check that every tensor it lists is in the file.
+    """Read the header of a file of version 2 or 3, and check that every tensor it lists is in the
+    file.
 
-    Raises GgufError for any fault of it, and OSError if it cannot be read. Arrays of arrays, which
-    no model has, are refused.
+    Raises GgufError for any fault in the file, and OSError if the file cannot be read. Arrays of
+    arrays, which no model has, are refused.
     """
-    if not path.is_file():  # a pipe would be waited for
+    if not path.is_file():  # opening a pipe would wait
         raise GgufError("there is no such file")
     with path.open("rb") as file:
         stamp = stamp_of(file)
@@ -169,13 +170,13 @@ def read_header(path: Path) -> Header:
 
 
 def stamp_of(file: IOBase) -> tuple[int, ...]:
-    """Return numbers that change when an open file does."""
+    """Return numbers that change if a file is changed, or replaced by another."""
     status = os.fstat(file.fileno())
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 class _Cursor:
-    """A place in the beginning of a file, which is read little further than needed."""
+    """A reading position in a file's header; the file is read little further than needed."""
 
     def __init__(self, file: BinaryIO, size: int) -> None:
         self._file = file
@@ -184,11 +185,11 @@ class _Cursor:
         self.at = 0
 
     def need(self, end: int) -> None:
-        """Read up to the byte `end`, if that has not been read."""
+        """Read the file up to the byte `end`, if that has not been done."""
         if end <= len(self.read):
             return
         if end > self.size:
-            raise GgufError("it is cut off, or none: its header would end after the file")
+            raise GgufError("it is cut off or no GGUF file: its header would end after the file")
         if end > HEADER_BYTES:
             raise GgufError(f"its header is longer than {HEADER_BYTES:,} bytes")
         stop = min(self.size, max(end, 2 * len(self.read), _FIRST_BYTES))
@@ -207,7 +208,7 @@ class _Cursor:
         return value
 
     def text(self, what: str, limit: int = HEADER_BYTES) -> str:
-        """Read a length, in bytes, and a text of that length."""
+        """Read a string: its length in bytes, then its bytes."""
         length = self.take(_LENGTH)
         if length > limit:
             raise GgufError(f"{what} has {length:,} bytes, where {limit:,} are allowed")
@@ -215,7 +216,7 @@ class _Cursor:
         return _text(self.read[self.at - length : self.at], what)
 
     def skip_texts(self, count: int) -> None:
-        """Pass over lengths and texts."""
+        """Skip `count` strings, each a length and its bytes."""
         at, there, length = self.at, len(self.read), _LENGTH
         for _ in range(count):
             if at + 8 > there:
@@ -242,7 +243,7 @@ _ARRAY: Final = 9
 
 
 def _counts(cursor: _Cursor) -> tuple[int, int]:
-    """Read the beginning of the file; return the numbers of tensors and keys that it lists."""
+    """Read the beginning of the file; return its numbers of tensors and of keys."""
     if cursor.size < 24:
         raise GgufError("it is no GGUF file: it is too short")
     cursor.need(24)
@@ -253,7 +254,7 @@ def _counts(cursor: _Cursor) -> tuple[int, int]:
     if version & 0xFFFF == 0:
         raise GgufError("its numbers are big-endian, which is not read here")
     if version not in (2, 3):
-        raise GgufError(f"it is of version {version} of GGUF, and 2 and 3 are read here")
+        raise GgufError(f"its GGUF version is {version}; only 2 and 3 are read here")
     tensors, keys = cursor.take(_LENGTH), cursor.take(_LENGTH)
     if tensors > MOST_TENSORS:
         raise GgufError(f"it lists {tensors:,} tensors, where {MOST_TENSORS:,} are allowed")
@@ -283,7 +284,7 @@ def _value(cursor: _Cursor, key: str, kind: int) -> Any:
         return _booleans(cursor, key, start)[0] == 1
     if kind == _ARRAY:
         return _array(cursor, key)
-    raise GgufError(f"{quote(key)} is of type {kind}, which the format has not")
+    raise GgufError(f"{quote(key)} is of type {kind}, which GGUF does not have")
 
 
 def _array(cursor: _Cursor, key: str) -> _Array:
@@ -301,7 +302,7 @@ def _array(cursor: _Cursor, key: str) -> _Array:
     elif kind == _ARRAY:
         raise GgufError(f"{quote(key)} is an array of arrays, which is not read here")
     else:
-        raise GgufError(f"{quote(key)} has items of type {kind}, which the format has not")
+        raise GgufError(f"{quote(key)} has items of type {kind}, which GGUF does not have")
     return array
 
 
@@ -317,12 +318,14 @@ def _alignment(values: Mapping[str, Any]) -> int:
     alignment = values.get("general.alignment", _ALIGNMENT)
     is_number = isinstance(alignment, int) and not isinstance(alignment, bool)
     if not is_number or not 8 <= alignment <= _MOST_ALIGNMENT or alignment & (alignment - 1):
-        raise GgufError(f"general.alignment is {alignment!r:.60}, and no power of two from 8 on")
+        raise GgufError(f"general.alignment is {alignment!r:.60}, not a power of two of at least 8")
     return int(alignment)
 
 
 def _tensors(cursor: _Cursor, count: int, alignment: int) -> dict[str, TensorInfo]:
-    """Read the list of tensors; their offsets count from the first aligned byte after it."""
+    """Read the list of tensors. In the file, offsets count from the first aligned byte after the
+    list; the result has offsets from the beginning of the file.
+    """
     listed: dict[str, TensorInfo] = {}
     for _ in range(count):
         info = _tensor(cursor, alignment)
@@ -354,11 +357,11 @@ def _tensor(cursor: _Cursor, alignment: int) -> TensorInfo:
 
 
 def _check_places(infos: Iterable[TensorInfo], size: int) -> None:
-    """Raise GgufError for tensors that are not in the file, or that overlap."""
+    """Raise GgufError for tensors that reach beyond the file's end or overlap."""
     end = 0
     for info in sorted(infos, key=lambda info: info.offset):
         if info.offset < end:
-            raise GgufError(f"{quote(info.name)} lies in the place of another tensor")
+            raise GgufError(f"{quote(info.name)} overlaps another tensor")
         end = info.offset + info.nbytes
         if end > size:
             raise GgufError(f"it is cut off: {quote(info.name)} ends at byte {end:,} of {size:,}")
@@ -372,7 +375,7 @@ def _text(content: bytes | bytearray, what: str) -> str:
 
 
 def quote(name: str) -> str:
-    """Return a name from a file in a form for messages: short, and on one line."""
+    """Return a name from a file as messages quote it: short, and on one line."""
     if len(name) <= 64 and name.isprintable():
         return name
     return f"{name[:64]!r}…"

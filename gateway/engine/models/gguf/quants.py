@@ -1,8 +1,8 @@
-"""GGUF's blocks of quantized weights → the numbers that they stand for, or MLX's packing of them.
+"""Decoding GGUF's blocks of quantized weights to floats, or to MLX's packed form.
 
 Each type cuts a row into groups of 16 or 32 weights; a weight is `scale · (code - zero) + bias`,
-with its group's scale and bias. The blocks are those of ggml's src/ggml-common.h, and the weights
-are, bit for bit, those of the package `gguf`:
+with its group's scale and bias. The blocks have the layout of ggml's src/ggml-common.h. The weights
+equal, bit for bit, those that the package `gguf` decodes:
 https://github.com/ggml-org/llama.cpp/blob/master/gguf-py/gguf/quants.py
 """
 
@@ -20,7 +20,7 @@ GROUP: Final = 32  # the smallest group that MLX packs
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """Decoded blocks."""
+    """Decoded blocks: codes, with a scale and a bias for each group."""
 
     codes: npt.NDArray[Any]  # (blocks, groups, weights)
     scale: Floats  # (blocks, groups)
@@ -28,7 +28,7 @@ class Groups:
     bias: Floats | None = None  # (blocks, groups)
 
     def weights(self) -> Floats:
-        """Return the numbers, (blocks, groups, weights of a group)."""
+        """Return the weights as floats, (blocks, groups, weights of a group)."""
         numbers = self.codes.astype(np.float32)
         if self.zero:
             numbers -= np.float32(self.zero)
@@ -42,7 +42,8 @@ class Groups:
 class Packed:
     """Weights in MLX's quantized form, affine and in groups of 32: see `mlx.core.quantize`.
 
-    For (rows, columns) they are (rows, columns · bits / 32), (rows, columns / 32) and the same.
+    The shapes, for (rows, columns) of weights, are (rows, columns · bits / 32) of `weight` and
+    (rows, columns / 32) of `scales` and `biases`.
     """
 
     weight: npt.NDArray[np.uint32]
@@ -51,7 +52,7 @@ class Packed:
 
 
 def dequantize(kind: str, raw: Bytes) -> Floats:
-    """Return rows of weights, given their bytes, (rows, bytes of a row)."""
+    """Return weights, (rows, columns), given their bytes, (rows, bytes of a row)."""
     if kind == "F32":
         return raw.view("<f4")
     if kind == "F16":
@@ -62,7 +63,7 @@ def dequantize(kind: str, raw: Bytes) -> Floats:
 
 
 def pack(kind: str, raw: Bytes) -> Packed:
-    """Return rows of a type in PACKED_BITS in MLX's packed form, given their bytes."""
+    """Return weights of a type in PACKED_BITS in MLX's packed form, given their bytes."""
     groups = _groups(kind, raw)
     rows, bits = len(raw), PACKED_BITS[kind]
     codes = groups.codes.reshape(rows, -1)
@@ -70,7 +71,7 @@ def pack(kind: str, raw: Bytes) -> Packed:
         packed = codes
     elif bits == 4:
         packed = codes[:, 0::2] | codes[:, 1::2] << 4
-    else:  # eight codes of five bits in five bytes, the first lowest
+    else:  # eight codes of five bits in five bytes, the first in the lowest bits
         joined: npt.NDArray[Any] = codes.reshape(-1, 8)
         for width, wider in ((5, "<u2"), (10, "<u4"), (20, "<u8")):
             joined = joined.astype(wider)
@@ -90,12 +91,12 @@ def _groups(kind: str, raw: Bytes) -> Groups:
 
 
 def _f32(halves: npt.NDArray[Any]) -> Floats:
-    """Return float16 numbers, one a block, as float32, shaped for products with each group's."""
+    """Return float16 numbers, one per block, as (blocks, 1) float32, to multiply by groups."""
     return halves.astype(np.float32)[:, None]
 
 
 def _nibbles(content: Bytes) -> Bytes:
-    """Return (…, n) bytes as (…, 2, n) numbers: the lower halves of all, then the upper ones."""
+    """Return (…, n) bytes as (…, 2, n) numbers: the lower four bits of all, then the upper four."""
     return np.stack([content & 15, content >> 4], axis=-2)
 
 
@@ -138,7 +139,7 @@ def _q5_1(blocks: npt.NDArray[Any]) -> Groups:
 
 
 def _q8_0(blocks: npt.NDArray[Any]) -> Groups:
-    # The codes have a sign: turning the upper bit over maps -128 to 127 to 0 to 255.
+    # The codes are signed: flipping the highest bit maps -128 to 127 to 0 to 255.
     return Groups((blocks["codes"] ^ 128)[:, None], _f32(blocks["d"]), zero=128)
 
 
@@ -238,7 +239,7 @@ _TYPES: Final[Mapping[str, tuple[np.dtype[np.void], Callable[[npt.NDArray[Any]],
 }
 FLOATS: Final = frozenset({"F32", "F16", "BF16"})
 READ: Final = FLOATS | _TYPES.keys()
-"""The types that are read at all."""
+"""The types that can be read."""
 PACKED_BITS: Final[Mapping[str, int]] = {
     "Q4_0": 4,
     "Q4_1": 4,
@@ -248,4 +249,4 @@ PACKED_BITS: Final[Mapping[str, int]] = {
     "Q5_K": 5,
     "Q8_0": 8,
 }
-"""The bits of those whose groups are MLX's; others' have 16 weights, or steps of no one size."""
+"""The bits of the types that MLX can pack; others have groups of 16, or codes of uneven steps."""

@@ -1,8 +1,8 @@
-"""A GGUF file's tokenizer: its metadata → transformers' fast tokenizer.
+"""Making transformers' fast tokenizer from a GGUF file's metadata.
 
-Two kinds are read. `gpt2` is byte-level BPE, with merges and a named way of cutting text into
-words. `llama` is SentencePiece's BPE, which has no merges: of the pairs in a text that make a
-token, the one whose token has the best score is joined first.
+Two kinds are read. `gpt2` is byte-level BPE, with a list of merges and a named pre-tokenizer.
+`llama` is SentencePiece's BPE, which has no list of merges: of the pairs in a text that make a
+token, the pair whose token has the best score is merged first.
 
 Keys and numbers are the GGUF specification's (ggml, docs/gguf.md); questions that it leaves open
 are answered as in llama.cpp (src/llama-vocab.cpp). Metadata is not trusted: every value is checked
@@ -26,15 +26,15 @@ from gateway.panics import as_exception
 
 @dataclass(frozen=True, slots=True)
 class Splitting:
-    """A way of cutting text into words, with its other rules."""
+    """A named way of cutting text into words, with the other rules that the name stands for."""
 
-    # Each pattern cuts the pieces that those before it have left, into its matches and the text
-    # between.
+    # Each pattern cuts the pieces left by the patterns before it into its matches and the text
+    # between them.
     patterns: tuple[str, ...]
-    keeps_words: bool = False  # a word that is a token stays whole, even if merges differ
+    keeps_words: bool = False  # a word that is a token stays whole, whatever the merges say
     # A text begins with the BOS token, unless the file says otherwise.
     adds_bos: bool = False
-    composes: bool = False  # text is brought to NFC first
+    composes: bool = False  # text is normalized to NFC first
 
     def pre_tokenizer(self) -> pre_tokenizers.PreTokenizer:
         """Return a pre-tokenizer that cuts a text and spells its bytes in GPT-2's alphabet."""
@@ -49,8 +49,8 @@ _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)
 
 
 def _cl100k(digits: str) -> str:
-    """Return the pattern that Llama 3 and Qwen2 took over from tiktoken's cl100k_base; they count
-    digits differently.
+    """Return the pattern that Llama 3 and Qwen2 took over from tiktoken's cl100k_base. They differ
+    in `digits`, the pattern for digits.
     """
     return (
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
@@ -59,8 +59,9 @@ def _cl100k(digits: str) -> str:
     )
 
 
-# llama.cpp's std::regex knows no \p{Lu}, and counts no marks as letters: for text with combining
-# marks, or capitals beyond ASCII within a word, its words differ from the model's own.
+# llama.cpp's std::regex has no \p{Lu}, and counts no marks as letters. So it cuts words differently
+# from the model's own tokenizer in text with combining marks, or with capitals beyond ASCII within
+# a word.
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
@@ -74,15 +75,15 @@ _QWEN2 = Splitting((_cl100k(r"\p{N}"),))
 
 SPLITTINGS: Final[Mapping[str, Splitting]] = MappingProxyType(
     {
-        # llama.cpp's choice for a file that names none, as those before May 2024.
+        # llama.cpp's choice for a file that names none, such as those from before May 2024.
         "default": Splitting((r"[\p{P}$+<=>^~|]+", _GPT2, r"\p{N}+", "[0-9]{3}")),
         **dict.fromkeys(("gpt-2", "a.x-4.0", "mellum", "trillion"), _PLAIN),
         **dict.fromkeys(("smollm", "starcoder", "refact", "minerva-7b"), _DIGITS),
         **dict.fromkeys(
             ("llama-bpe", "llama-v3", "llama3", "falcon3", "midm-2.0", "pixtral"), _LLAMA3
         ),
-        # Qwen2's tokenizer composes text (transformers, models/qwen2/tokenization_qwen2.py), which
-        # llama.cpp leaves out.
+        # Qwen2's tokenizer normalizes text to NFC (transformers,
+        # models/qwen2/tokenization_qwen2.py); llama.cpp doesn't.
         "qwen2": Splitting(_QWEN2.patterns, composes=True),
         "deepseek-r1-qwen": _QWEN2,
         "megrez": _QWEN2,
@@ -107,17 +108,18 @@ _TEMPLATE = "tokenizer.chat_template"
 _SPACE = "▁"
 _BYTES = frozenset(f"<0x{byte:02X}>" for byte in range(256))
 # Bounds for malicious files. Gemma's vocabulary, the largest in common use, has 2^18 tokens. Tokens
-# that are searched for in texts become an automaton, some hundred bytes for each of their letters.
-# Finding merges takes a token's length squared, for all of Mistral's first vocabulary a million:
-# with a hundred times as much, the merges alone would fill gigabytes.
+# that are searched for in texts are compiled to an automaton, with about a hundred bytes for each
+# of their letters. The work of finding merges grows with the square of a token's length: it is a
+# million for all of Mistral's first vocabulary. With a hundred times as much, the merges alone
+# would fill gigabytes.
 _MOST_TOKENS: Final = 1 << 20
 _MOST_MERGES: Final = 1 << 20
 _MOST_ADDED_CHARS: Final = 1 << 20
 _MOST_WORK: Final = 100_000_000
 
-# Tokens that end an answer by their very name: files give one id as `eos_token_id`, and many
-# models have more. From llama.cpp's list; those of other architectures are left out, and so is
-# </s>, which SentencePiece's files name and others have as a word of HTML.
+# Tokens that are EOS tokens by their text alone: files give one id as `eos_token_id`, and many
+# models have more. From llama.cpp's list, without those of other architectures, and without </s>:
+# SentencePiece's files name it, and in other files it is a word of HTML.
 _ENDS: Final = frozenset(
     {
         "<|eot_id|>",
@@ -130,8 +132,8 @@ _ENDS: Final = frozenset(
         "<｜end▁of▁sentence｜>",
     }
 )
-# gpt-oss's vocabulary has the first two, Solar Open's the others: there `<|end|>` ends a message,
-# and the answer may be in the next one. The rule is llama.cpp's.
+# gpt-oss's vocabulary has the first two, Solar Open's the others. In both, `<|end|>` ends a
+# message, and the answer may be in the next message. The rule is llama.cpp's.
 _ENDS_BESIDE_MESSAGES: Final = ({"<|return|>", "<|call|>"}, {"<|flush|>", "<|calls|>"})
 
 
@@ -154,9 +156,9 @@ def read_tokenizer(metadata: Mapping[str, Any]) -> PreTrainedTokenizerFast:
     """Return the tokenizer that a GGUF file's metadata describe, with its chat templates.
 
     `metadata` has the file's own keys; values are plain Python. The ids are those of the model's
-    own tokenizer, which are llama.cpp's unless `SPLITTINGS` says otherwise. Control tokens are
-    special; user-defined ones stay whole but are text. Raises ValueError naming the key that is
-    missing, wrong or not known here.
+    original tokenizer; comments above say where llama.cpp's differ. Control tokens are special
+    tokens; user-defined tokens are never cut but are ordinary text. Raises ValueError naming the
+    key that is missing, wrong or not known here.
     """
     try:
         return _tokenizer(metadata)
@@ -168,8 +170,8 @@ def read_tokenizer(metadata: Mapping[str, Any]) -> PreTrainedTokenizerFast:
 
 
 def read_end_ids(metadata: Mapping[str, Any]) -> frozenset[int]:
-    """Return the ids of all tokens that end an answer: those that the metadata name, and those with
-    the text of an end. Raises ValueError as `read_tokenizer` does.
+    """Return the ids of all EOS tokens: those that the metadata name, and those with the text of an
+    EOS token. Raises ValueError as `read_tokenizer` does.
     """
     vocabulary = _vocabulary(metadata)
     named = (_token_id(metadata, f"{name}_token_id", vocabulary) for name in ("eos", "eot", "eom"))
@@ -177,7 +179,7 @@ def read_end_ids(metadata: Mapping[str, Any]) -> frozenset[int]:
 
 
 def named_ends(ids: Mapping[str, int]) -> frozenset[int]:
-    """Return the ids of a vocabulary whose tokens end an answer by their very name."""
+    """Return the ids of a vocabulary's tokens that are EOS tokens by their text alone."""
     texts = _ENDS & ids.keys()
     if any(ends <= ids.keys() for ends in _ENDS_BESIDE_MESSAGES):
         texts -= {"<|end|>"}
@@ -220,7 +222,7 @@ def _tokenizer(metadata: Mapping[str, Any]) -> PreTrainedTokenizerFast:
 
 
 def _byte_level(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
-    """Return byte-level BPE, and whether its texts begin with a token of their own."""
+    """Return a byte-level BPE tokenizer, and whether its texts begin with the BOS token."""
     name = _one(metadata, f"{_GGML}pre", str) or "default"
     splitting = SPLITTINGS.get(name)
     if splitting is None:
@@ -239,14 +241,14 @@ def _byte_level(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> tuple[T
 
 
 def _sentencepiece(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> Tokenizer:
-    """Return BPE by scores over text whose spaces are marked.
+    """Return SentencePiece's BPE, which merges by score and marks spaces.
 
-    As in llama.cpp, the space before a text is also put before each part that follows a special
-    token. Its decoder has the one form that llguidance, too, reads.
+    As in llama.cpp, the space that is put before a text is also put before each part that follows a
+    special token. The decoder has the only form that llguidance can read.
     """
     missing = _BYTES - vocabulary.ids.keys()
     if missing:
-        raise ValueError(f"its vocabulary lacks bytes, {min(missing)} for one")
+        raise ValueError(f"its vocabulary lacks byte tokens, for example {min(missing)}")
     unknown = _token_id(metadata, "unknown_token_id", vocabulary)
     model = models.BPE(
         vocab=dict(vocabulary.ids),
@@ -268,12 +270,13 @@ def _sentencepiece(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> Toke
 
 
 def _merges_by_score(vocabulary: _Vocabulary, scores: Sequence[float]) -> list[tuple[str, str]]:
-    """Return every pair of tokens that makes a third, those with the best third first.
+    """Return every pair of tokens that makes a third, ordered by the score of the third, best
+    first.
 
-    This is SentencePiece's BPE (bpe_model.cc), which joins the pair with the best score, and the
-    leftmost in the text among equals. Ranks cannot express "leftmost". But equals occur in runs of
-    spaces, where it makes the first run as long as possible; the longest token first does the same.
-    Source of the idea: transformers, `generate_merges`.
+    SentencePiece's BPE (bpe_model.cc) merges the pair with the best score, and the leftmost in the
+    text among equal scores. Ranks cannot express "leftmost". But equal scores occur in runs of
+    spaces, where merging leftmost makes the first token as long as possible, and so does ranking
+    the longest token first. Source of the idea: transformers, `generate_merges`.
     """
     tokens, ids = vocabulary.tokens, vocabulary.ids
     if sum(len(token) ** 2 for token in tokens) > _MOST_WORK:
@@ -288,12 +291,12 @@ def _merges_by_score(vocabulary: _Vocabulary, scores: Sequence[float]) -> list[t
     )
     ranked = sorted(islice(merges, _MOST_MERGES + 1))
     if len(ranked) > _MOST_MERGES:
-        raise ValueError(f"its tokens make one another in more than {_MOST_MERGES:,} ways")
+        raise ValueError(f"its tokens have more than {_MOST_MERGES:,} possible merges")
     return [(tokens[left], tokens[right]) for *_, left, right in ranked]
 
 
 def _listed_merges(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> list[tuple[str, str]]:
-    """Return the file's merges; a pair that comes twice keeps its first place."""
+    """Return the file's merges; a pair that is listed twice keeps its first place."""
     listed = _many(metadata, f"{_GGML}merges", str)
     if listed is None:
         raise ValueError(f"it has no {_GGML}merges")
@@ -304,7 +307,7 @@ def _listed_merges(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> list
         cut = merge.find(" ", 1)
         left, right = merge[:cut], merge[cut + 1 :]
         if cut < 0 or left not in ids or right not in ids or left + right not in ids:
-            raise ValueError(f"its merge {merge[:80]!r} is not of tokens that make a token")
+            raise ValueError(f"its merge {merge[:80]!r} does not join two tokens into a third")
         merges.setdefault((left, right))
     return list(merges)
 
@@ -312,7 +315,7 @@ def _listed_merges(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> list
 def _added(vocabulary: _Vocabulary) -> list[AddedToken]:
     """Return the tokens that are found in a text before it is cut into words.
 
-    A token that ends answers is always special: files have other types by mistake.
+    An EOS token is always special: some files give it another type by mistake.
     """
     is_special = {
         token: kind in _SPECIAL or token in _ENDS
@@ -333,7 +336,7 @@ def _vocabulary(metadata: Mapping[str, Any]) -> _Vocabulary:
     if not listed:
         raise ValueError(f"it has no {_GGML}tokens")
     _check_count(listed, _MOST_TOKENS, "tokens")
-    # Two tokens without text stay two tokens: llama.cpp gives them these names.
+    # Tokens without text get distinct names, as in llama.cpp.
     tokens = [token or f"[EMPTY_{place}]" for place, token in enumerate(listed)]
     types = _many(metadata, f"{_GGML}token_type", int)
     if types is None:
@@ -362,7 +365,7 @@ def _scores(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> Sequence[fl
 def _token_id(metadata: Mapping[str, Any], name: str, vocabulary: _Vocabulary) -> int | None:
     """Return a special token's id; None if there is none.
 
-    SentencePiece's own ids, its trainer's defaults, stand for those that its files don't state.
+    SentencePiece files that state no id have the default of SentencePiece's trainer.
     """
     defaults = {"unknown_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     token = _one(metadata, _GGML + name, int)
@@ -371,16 +374,16 @@ def _token_id(metadata: Mapping[str, Any], name: str, vocabulary: _Vocabulary) -
         if vocabulary.is_sentencepiece and defaults.get(name, size) < size:
             return defaults[name]
         return None
-    if name == "padding_token_id" and token >= size:  # many files of 2023; nothing here pads by it
+    if name == "padding_token_id" and token >= size:  # set by many files of 2023; unused here
         return None
     if not 0 <= token < size:
-        raise ValueError(f"its {_GGML}{name} is {token}, of a vocabulary of {size}")
+        raise ValueError(f"its {_GGML}{name} is {token}, outside its vocabulary of {size} tokens")
     return token
 
 
 def _adds(metadata: Mapping[str, Any], name: str, token: int | None, *, otherwise: bool) -> bool:
-    """Return True if a text is given this token: by the file's flag, or else by the kind of its
-    tokenizer.
+    """Return True if this token is added to texts: as the file's flag says, or `otherwise` if there
+    is no flag.
     """
     flag = _one(metadata, f"{_GGML}add_{name}_token", bool)
     if flag and token is None:
@@ -391,7 +394,7 @@ def _adds(metadata: Mapping[str, Any], name: str, token: int | None, *, otherwis
 
 
 def _chat_template(metadata: Mapping[str, Any]) -> str | dict[str, str] | None:
-    """Return the chat template; several are returned by name."""
+    """Return the chat template, or a dict of templates by name if there are several."""
     main = _one(metadata, _TEMPLATE, str)
     names = {
         key.removeprefix(f"{_TEMPLATE}.") for key in metadata if key.startswith(f"{_TEMPLATE}.")
@@ -416,9 +419,7 @@ def _one(metadata: Mapping[str, Any], key: str, kind: type[T]) -> T | None:
 
 
 def _many(metadata: Mapping[str, Any], key: str, kind: type[T]) -> Sequence[T] | None:
-    """Return a list of values, or None for a key that is absent. Whole numbers may stand for
-    others.
-    """
+    """Return a list of values, or None for an absent key. Floats may be stored as integers."""
     values = metadata.get(key)
     if values is None:
         return None
@@ -438,7 +439,7 @@ def _check_count(values: Sequence[Any], limit: int, name: str) -> None:
         raise ValueError(f"its {_GGML}{name} has {len(values):,} entries; {limit:,} are allowed")
 
 
-# The file's keys, by the words of generation_config.json.
+# The file's keys, by the names of generation_config.json.
 _SAMPLING: Final = {
     "temperature": "general.sampling.temp",
     "top_p": "general.sampling.top_p",
@@ -449,8 +450,8 @@ _SAMPLING: Final = {
 
 
 def wrap_tokenizer(checkpoint: GgufCheckpoint) -> TokenizerWrapper:
-    """Return the file's tokenizer, with its template and every end, wrapped as mlx-lm wraps a
-    folder's.
+    """Return the file's tokenizer, with its chat template and all EOS tokens, wrapped as mlx-lm
+    wraps a folder's tokenizer.
 
     Raises ModelLoadFailed.
     """
@@ -458,7 +459,7 @@ def wrap_tokenizer(checkpoint: GgufCheckpoint) -> TokenizerWrapper:
     with checkpoint.blame():
         tokenizer = read_tokenizer(metadata)
         if len(tokenizer) > rows:  # MLX reads beyond an array's end without an error
-            raise ValueError(f"it has {len(tokenizer):,} tokens and {rows:,} embeddings")
+            raise ValueError(f"it has {len(tokenizer):,} tokens, but only {rows:,} embeddings")
         declared = _infer_tool_parser(tokenizer)  # type: ignore[no-untyped-call]
         if declared is not None:
             tokenizer.init_kwargs["tool_parser_type"] = declared
@@ -466,7 +467,7 @@ def wrap_tokenizer(checkpoint: GgufCheckpoint) -> TokenizerWrapper:
 
 
 def read_sampling(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sampling that the model's makers recommend, in the words of
+    """Return the sampling settings that the model's makers recommend, under the names of
     generation_config.json.
 
     https://github.com/ggml-org/llama.cpp/blob/master/gguf-py/gguf/constants.py

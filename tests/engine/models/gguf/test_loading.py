@@ -47,7 +47,7 @@ def test_more_tokens_than_embeddings_are_refused(tmp_path: Path) -> None:
     types = [*vocabulary()["tokenizer.ggml.token_type"], *vocabulary()["tokenizer.ggml.token_type"]]
     changed = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types[: len(tokens)]}
     path = write_gguf(tmp_path / "a.gguf", describe("llama", **changed), weigh("llama"))
-    with pytest.raises(ModelLoadFailed, match="264 tokens and 263 embeddings"):
+    with pytest.raises(ModelLoadFailed, match="264 tokens, but only 263 embeddings"):
         read(path)
 
 

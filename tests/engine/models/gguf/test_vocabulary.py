@@ -253,7 +253,7 @@ WRONG: Mapping[str, tuple[Metadata, str]] = {
     "scores beyond order": (pieces(scores=[float("nan")] * 266), "are not all numbers"),
     "missing bytes": (
         pieces(tokens=["<unk>", "a"], token_type=[2, 1], scores=[0.0, 0.0]),
-        "lacks bytes, <0x00> for one",
+        "lacks byte tokens, for example <0x00>",
     ),
     "tokens without end": (
         pieces(tokens=LONG, token_type=[1] * 260, scores=[0.0] * 260),
@@ -265,7 +265,7 @@ WRONG: Mapping[str, tuple[Metadata, str]] = {
         byte_level(tokens=["a" * 1_100_000, "b"], token_type=[3, 1], merges=[], eos_token_id=1),
         "its control and user-defined tokens are too long",
     ),
-    "an id beyond": (byte_level(eos_token_id=262), "eos_token_id is 262, of a vocabulary of 262"),
+    "an id beyond": (byte_level(eos_token_id=262), "eos_token_id is 262, outside its vocab"),
     "an id below": (byte_level(bos_token_id=-1), "bos_token_id is -1"),
     "an id that is a truth": (byte_level(eos_token_id=True), "eos_token_id is of type bool"),
     "a beginning that is none": (
