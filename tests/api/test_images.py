@@ -169,7 +169,6 @@ SEEING = pytest.mark.usefixtures("seeing")
 COUNTED = {
     "/v1/messages/count_tokens": "/v1/messages",
     "/v1/responses/input_tokens": "/v1/responses",
-    "/tokenize": "/v1/chat/completions",
 }
 
 
@@ -203,6 +202,12 @@ async def test_tokens_of_a_prompt_with_an_image_are_counted_the_same_way(
     refused = await client.post(path, json=ask(shape, "%") | {"max_tokens": None})
     assert refused.status_code == 400
     assert "its data is not base64" in refused.text
+
+
+@SEEING
+async def test_an_image_is_not_tokenized(client: AsyncClient) -> None:
+    error = error_of(await client.post("/tokenize", json=ask("/v1/chat/completions", picture()[1])))
+    assert error["param"] == "messages[0].content[0]"
 
 
 @SEEING

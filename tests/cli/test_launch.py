@@ -575,7 +575,7 @@ def test_why_a_context_is_not_known_is_said_as_it_is(home: Path, found: Found, r
         return {name: run("launch", "claude", "--model", name, **given).stderr for name in models}
 
     alone = refusals()
-    reads = {"mute": Inputs(None), "small": Inputs(8192)}
+    reads = {**dict.fromkeys(models), "mute": Inputs(None), "small": Inputs(8192)}
     with found({**models, "small": SMALL}, reads) as url:
         assert refusals(port=port_of(url)) == alone
         catalog(home, {"other": SMALL})

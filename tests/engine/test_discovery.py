@@ -80,7 +80,7 @@ def test_lm_studios_models_are_found_wherever_its_home_is(
     assert models["publisher/a-model"].kind == "chat"
     assert models["publisher/quants/x.gguf"].source == f"path:{older / 'x.gguf'}"
     assert models["publisher/quants/x.gguf"].kind == "chat"
-    assert "one piece" in models["publisher/quants/y-00001-of-00002.gguf"].why
+    assert "split model" in models["publisher/quants/y-00001-of-00002.gguf"].why
 
 
 def test_a_folder_may_be_a_model_or_hold_some(tiny: Path, tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ from gateway.engine.models.decoders import floating_dtype, parameters
 from gateway.engine.models.kv_costs import measure_kv
 from gateway.engine.vision.sight import Sight
 from gateway.jobs.chat import GenerateJob, Grammar, Reading, Sampling
+from gateway.jobs.images import FIRST_IMAGE_ID
 from gateway.jobs.steps import DraftCost, EngineFacts, SequenceParams, StepPlan, StepResult, Verdict
 
 TIMED_STEPS: Final = 3  # timed steps per batch width, after an untimed first one
@@ -176,7 +177,8 @@ class GenerationEngine:
         """
         chat, reader = self._setup.chat, self._setup.reader
         assert reader is not None
-        prefix = chat.decode(params.prompt[-PREFIX_TOKENS:])
+        ending = params.prompt[-PREFIX_TOKENS:]
+        prefix = chat.decode([token for token in ending if token < FIRST_IMAGE_ID])
         calls = chat.answers.call_writer(params)
         return reader.read(params, text, prefix, calls, is_cut=is_cut)
 

@@ -119,7 +119,7 @@ def _answer_limit(job: GenerateJob, prompt: TokenIds, setup: ChatSetup) -> int:
         raise ContextLengthExceeded(setup.max_context, len(prompt), noun=noun)
     if not prompt:
         raise BadRequest("The prompt is empty.", part="prompt")
-    image_ids = FIRST_IMAGE_ID if job.images else math.inf
+    image_ids = FIRST_IMAGE_ID if job.images and job.prompt is None else math.inf
     if not all(0 <= token < setup.vocab_size or token >= image_ids for token in prompt):
         raise BadRequest(f"Token ids are 0 to {setup.vocab_size - 1}.", part="prompt")
     limit = room if job.max_tokens is None else min(job.max_tokens, room)

@@ -1,5 +1,5 @@
-"""One sandbox for a module's pictures; and seeing engines without kept prefixes and with them: one
-whose decoder keeps states beside KV, and one with DeepStack.
+"""One sandbox for a module's pictures. Seeing engines without kept prefixes and with them, of two
+models: one keeps states beside KV, and one has DeepStack.
 """
 
 from collections.abc import Iterator

@@ -18,6 +18,7 @@ from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.generation.loading import read_chat_setup
 from gateway.engine.generation.prepare import ChatSetup
 from gateway.engine.models.gguf.checkpoint import open_checkpoint
+from gateway.engine.vision.features import Recent
 from gateway.engine.vision.sight import Sight
 from gateway.jobs.chat import GenerateJob, Sampling
 from gateway.jobs.images import ImageInput
@@ -104,6 +105,11 @@ def sight_of(engine: GenerationEngine) -> Sight:
     """Return the sight of an engine that reads images."""
     assert engine._sight is not None
     return engine._sight
+
+
+def keep_features(engine: GenerationEngine, most_bytes: int) -> None:
+    """Forget the features of all images, and keep those of later ones in so many bytes."""
+    sight_of(engine)._kept = Recent(most_bytes, lambda features: features.nbytes)
 
 
 def see(

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from gateway.engine.device import DeviceBounds
 from gateway.engine.generation.engine import GenerationEngine
-from gateway.engine.vision.features import Recent
 from gateway.jobs.chat import GenerateJob, Sampling
 from tests.engine.generation.harness import Answer, Rows, answers, cached, ids
 from tests.engine.vision.harness import (
@@ -24,6 +23,7 @@ from tests.engine.vision.harness import (
     TALL,
     WIDE,
     alone,
+    keep_features,
     open_seeing,
     see,
     sight_of,
@@ -61,7 +61,7 @@ def busy(folder: Path) -> Iterator[GenerationEngine]:
 def slow(folder: Path) -> Iterator[GenerationEngine]:
     """Load an engine whose passes are as short as can be, with the smallest room for features."""
     engine = open_seeing(folder, bounds=DeviceBounds(pass_s=1e-9))
-    sight_of(engine)._kept = Recent(0, lambda each: each.nbytes)
+    keep_features(engine, 0)
     yield engine
     engine.close()
 
@@ -86,7 +86,7 @@ def test_rows_of_a_mixed_batch_answer_as_alone(
 
 def test_an_image_twice_in_a_prompt_is_encoded_once(cold: GenerationEngine) -> None:
     sight = sight_of(cold)
-    sight._kept = Recent(1 << 20, lambda each: each.nbytes)
+    keep_features(cold, 1 << 20)
     encoded, recalled = sight.encoded, sight.recalled
     ids(alone(cold, see("@ beside @", CAT, CAT)))
     assert (sight.encoded - encoded, sight.recalled - recalled) == (1, 1)
@@ -104,7 +104,7 @@ def test_the_place_of_an_image_matters(cold: GenerationEngine) -> None:
 
 def test_choices_of_one_request_share_its_image(cold: GenerationEngine) -> None:
     sight = sight_of(cold)
-    sight._kept = Recent(1 << 20, lambda each: each.nbytes)
+    keep_features(cold, 1 << 20)
     encoded = sight.encoded
     drawn = alone(cold, see("What is @?", CAT, sampling=SEEDED, n=3))
     assert sight.encoded - encoded == 1
@@ -133,7 +133,7 @@ def test_rows_that_come_wait_and_are_read_anew_answer_as_alone(
     room: int,
 ) -> None:
     """An act names a job by its number; the last rows join once all acts are done."""
-    sight_of(busy)._kept = Recent(room, lambda each: each.nbytes)
+    keep_features(busy, room)
     batch, numbers = Rows(busy), dict[int, int]()
     stopped = set[int]()
     try:
@@ -219,7 +219,7 @@ def test_rows_that_decode_go_on_between_layers_of_a_tower(
 
 
 def test_a_pass_that_encodes_counts_images_and_no_tokens(cold: GenerationEngine) -> None:
-    sight_of(cold)._kept = Recent(1 << 20, lambda each: each.nbytes)
+    keep_features(cold, 1 << 20)
     batch = Rows(cold)
     batch.add(see("@ or @ or @", CAT, DOG, CAT))
     batch.hear(batch.prefill())
@@ -234,21 +234,21 @@ def test_features_without_room_are_encoded_again_with_the_same_answer(
 ) -> None:
     sight = sight_of(cold)
     nbytes = cold.nbytes()
-    sight._kept = Recent(0, lambda each: each.nbytes)
+    keep_features(cold, 0)
     for _ in range(2):
         encoded = sight.encoded
         assert ids(alone(cold, JOBS[0](FREE))) == [told[id(FREE)][0].ids]
         assert sight.encoded == encoded + 1
     assert cold.nbytes() <= nbytes
     features = 6 * 64 * 4 * 3
-    sight._kept = Recent(features, lambda each: each.nbytes)
+    keep_features(cold, features)
     for image in (CAT, DOG, CAT):
         ids(alone(cold, see("What is @?", image)))
         assert sight._kept.nbytes <= features
 
 
 def test_features_are_freed_when_their_rows_are_read(cold: GenerationEngine) -> None:
-    sight_of(cold)._kept = Recent(0, lambda each: each.nbytes)
+    keep_features(cold, 0)
     batch = Rows(cold)
     [row] = batch.add(see("What is @?", CAT))
     while batch.is_reading:
