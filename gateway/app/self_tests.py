@@ -150,7 +150,10 @@ class SelfTest:
 
     @property
     def _is_over(self) -> bool:
-        return self.verdict.is_whole and self.verdict.window is not None
+        verdict = self.verdict
+        knows_images = self._engine.facts.images is None or verdict.images is not None
+        is_known = verdict.window is not None and (knows_images or not verdict.rows)
+        return verdict.is_whole and is_known
 
     @property
     def _next_width(self) -> int | None:

@@ -146,6 +146,7 @@ class Verdict:
     problem: str = ""  # a failure, in words
     is_lasting: bool = True  # False if memory ran out during the test, which may not happen again
     step_s: tuple[float, ...] = ()  # seconds of a decode step at 1, 2, 4, … rows, if timed
+    images: bool | None = None  # an image beside text, if the model reads images
 
     @property
     def is_whole(self) -> bool:
@@ -155,7 +156,7 @@ class Verdict:
     @property
     def forbids_batches(self) -> bool:
         """Return True if sequences must run one at a time."""
-        return False in (self.single, self.rows, self.window)
+        return False in (self.single, self.rows, self.window, self.images)
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,7 +102,8 @@ class GenerationEngine:
     def self_test(self) -> Generator[Verdict]:
         """Compare batched sequences with the same sequences alone; each `next` runs one pass."""
         vocab_size, max_context = self._setup.vocab_size, self._setup.max_context
-        return BatchSelfTest(self._model, vocab_size, max_context, self.dtype).verdicts()
+        test = BatchSelfTest(self._model, vocab_size, max_context, self.dtype, self._sight)
+        return test.verdicts()
 
     def time_step(self, rows: int) -> Generator[float | None]:
         """Time a decode step of `rows` made-up sequences; each `next` runs one pass. The last one

@@ -11,6 +11,7 @@ import math
 import platform
 import random
 from collections.abc import Generator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from typing import Any, Final, TypeAlias
@@ -28,6 +29,8 @@ from gateway.engine.models.checkpoint import Listing
 from gateway.engine.models.decoders import Numbers
 from gateway.engine.models.notes import EQUAL
 from gateway.engine.models.unread import architecture
+from gateway.engine.vision.features import Images
+from gateway.engine.vision.sight import Sight
 from gateway.errors import Fault
 from gateway.jobs.steps import Verdict
 
@@ -41,6 +44,8 @@ LENGTHS: Final = (5, 9, 16)  # prompts' lengths in tokens: short, since the test
 ANSWER_TOKENS: Final = 3  # tokens after each prompt; they are given, so that ties don't matter
 PADDED: Final = 4  # rows of the test that varies the padding
 CHUNK: Final = 256
+IMAGE_PLACE: Final = 3  # the index of an image's first token, in a prompt of the longest kind
+IMAGE_SIZE: Final = (2, 4)  # its rows and columns of tokens
 # The verdict on a model whose caches mlx-lm cannot batch. It needs no test.
 ALONE: Final = Verdict(False, False, False, True, "its KV cache cannot be batched")
 LONGEST_WINDOW: Final = 8192  # longer windows are not tested
@@ -58,6 +63,7 @@ class _Row:
     reference: str = "those alone"  # the origin of `expected`, in words
     expected: list[mx.array] = field(default_factory=list)  # logits of the row alone
     logits: list[mx.array] = field(default_factory=list)  # logits of the trial
+    images: Images | None = None
 
     @property
     def inputs(self) -> Tokens:
@@ -86,8 +92,16 @@ class BatchSelfTest:
     `longest` is the model's maximum context.
     """
 
-    def __init__(self, model: Any, vocab_size: int, longest: int, dtype: mx.Dtype) -> None:
+    def __init__(
+        self,
+        model: Any,
+        vocab_size: int,
+        longest: int,
+        dtype: mx.Dtype,
+        sight: Sight | None = None,
+    ) -> None:
         self._model = model
+        self._sight = sight
         self._longest = longest
         self._bound = bound_of(dtype)
         self._vocab_size = vocab_size
@@ -132,10 +146,17 @@ class BatchSelfTest:
         window = window_of(self._model, self._longest)
         if window is None or not self.verdict.rows:
             self._note(window=True)
-            return
-        long = self._draw_tokens(window + LENGTHS[0])
-        yield from self._alone(long)
-        yield from self._try("window", [*rows[:2], long], self._together(rows[0], rows[1], long))
+        else:
+            long = self._draw_tokens(window + LENGTHS[0])
+            yield from self._alone(long)
+            together = self._together(rows[0], rows[1], long)
+            yield from self._try("window", [*rows[:2], long], together)
+        if self._sight is not None and self.verdict.rows:
+            seen = self._draw_tokens(LENGTHS[-1])
+            seen.prompt, seen.images = self._sight.make_up(seen.prompt, IMAGE_PLACE, IMAGE_SIZE)
+            yield from self._alone(seen)
+            together = self._together(rows[1], seen, rows[0])
+            yield from self._try("images", [rows[1], seen, rows[0]], together)
 
     def _draw_tokens(self, length: int) -> _Row:
         end = length + ANSWER_TOKENS
@@ -180,19 +201,28 @@ class BatchSelfTest:
         return f"{apart}, where {self._bound:g} is allowed"
 
     def _alone(self, row: _Row) -> Steps:
-        cache = make_prompt_cache(self._model)
+        cache, model = make_prompt_cache(self._model), self._reader([row])
         for start in range(0, len(row.prompt) - 1, CHUNK):
             chunk = row.prompt[start : min(start + CHUNK, len(row.prompt) - 1)]
-            self._model(mx.array([chunk]), cache=cache)
+            model(mx.array([chunk]), cache=cache)
             evaluate([layer.state for layer in cache])
             yield
         for token in row.inputs:
-            row.expected.append(self._launch_pass([token], cache)[0])
+            row.expected.append(self._launch_pass([token], cache, [row])[0])
             yield
 
-    def _launch_pass(self, tokens: Tokens, cache: list[Any]) -> mx.array:
+    def _reader(self, rows: Sequence[_Row]) -> Any:
+        """Return the model as it is called to read the prompts of these rows."""
+        if self._sight is None or all(row.images is None for row in rows):
+            return self._model
+        reader = self._sight.reader(rows)
+        reader.begin([0] * len(rows))
+        return reader
+
+    def _launch_pass(self, tokens: Tokens, cache: list[Any], rows: Sequence[_Row] = ()) -> mx.array:
         """Run a pass of one token per row; return the logits, (rows, vocabulary)."""
-        logits: mx.array = self._model(mx.array(tokens)[:, None], cache=cache)[:, -1, :]
+        with self._sight.placed(rows) if self._sight is not None and rows else nullcontext():
+            logits: mx.array = self._model(mx.array(tokens)[:, None], cache=cache)[:, -1, :]
         logits = logits.astype(mx.float32)
         evaluate(logits, [layer.state for layer in cache])
         return logits
@@ -209,7 +239,7 @@ class BatchSelfTest:
         """
         caches = caches or [make_batch_caches(self._model) for _ in rows]
         batch = PromptProcessingBatch(
-            model or self._model, list(range(len(rows))), caches, prefill_step_size=1 << 30
+            model or self._reader(rows), list(range(len(rows))), caches, prefill_step_size=1 << 30
         )
         prompts = [row.prompt[known if row is rows[0] else 0 : -1] for row in rows]
         chunk = CHUNK if len(rows) == 1 else max(map(len, prompts))
@@ -221,7 +251,8 @@ class BatchSelfTest:
     def _decode(self, batch: _Batch) -> Steps:
         """Decode one token per row; drop the rows that are over."""
         inputs = [row.inputs[len(row.logits)] for row in batch.rows]
-        for row, logits in zip(batch.rows, self._launch_pass(inputs, batch.cache), strict=True):
+        found = self._launch_pass(inputs, batch.cache, batch.rows)
+        for row, logits in zip(batch.rows, found, strict=True):
             row.logits.append(logits)
         yield
         on = [i for i, row in enumerate(batch.rows) if not row.is_over]

@@ -80,6 +80,11 @@ class SeeingDecoder:
         finally:
             self._positions.place()
 
+    def embed(self, tokens: Sequence[int]) -> mx.array:
+        """Return the embeddings of tokens, (tokens, hidden)."""
+        embeddings: mx.array = self._inner.embed_tokens(mx.array([*tokens]))
+        return embeddings
+
     @contextmanager
     def placed(self, rows: Sequence[Row], starts: Sequence[int]) -> Iterator[None]:
         """While entered, build passes of tokens of text, the first of which have these indices."""

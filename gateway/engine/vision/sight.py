@@ -95,6 +95,19 @@ class Sight:
         self.encoded += 1
         return features
 
+    def make_up(
+        self, prompt: Sequence[int], start: int, size: tuple[int, int]
+    ) -> tuple[list[int], Images]:
+        """Return a prompt with an image of these rows and columns of tokens, for a test. Its
+        features are the embeddings of the tokens that it replaces, in the opposite order.
+        """
+        end = start + size[0] * size[1]
+        layers = 1 + len(self._tower.numbers.deepstack)
+        features = self._decoder.embed(prompt[start:end][::-1])[:, None]
+        images = Images((), lay_out(len(prompt), [(start, size)]), "")
+        images.features[start] = mx.repeat(features, layers, axis=1)
+        return [*prompt[:start], *[self._image_token] * (end - start), *prompt[end:]], images
+
     def tokens(self, ids: Sequence[int]) -> list[int]:
         """Return a prompt's ids with the model's own token in the place of ids of images."""
         return [self._image_token if each >= FIRST_IMAGE_ID else each for each in ids]
