@@ -140,11 +140,19 @@ def describe_model(service: Service, resolved: Resolved) -> Model:
         "max_model_len": max_tokens,
         "context_length": max_tokens,
         "max_context": max_tokens if isinstance(spec, ChatSpec) else None,
-        "input_modalities": None if inputs is None else inputs.modalities,
+        "input_modalities": _modalities(service, spec),
         "verified": facts.verified if facts else inputs and inputs.verified,
         "notes": facts.notes if facts else [],
         "batching": _batching(model),
     }
+
+
+def _modalities(service: Service, spec: ModelSpec) -> Sequence[str] | None:
+    """Return the kinds of a model's inputs; None if its files are not on this disk."""
+    inputs = service.inputs.of(spec)
+    if inputs is None or not isinstance(spec, ChatSpec):
+        return inputs and inputs.modalities
+    return ("text", "image") if service.reads_images(spec) else ("text",)
 
 
 def _max_tokens(service: Service, spec: ModelSpec) -> int | None:

