@@ -13,6 +13,7 @@ from benchmarks.loading import load_generation
 from gateway.engine.device import Device
 from gateway.engine.models.checkpoint import Checkpoint
 from gateway.engine.models.decoders import open_decoder
+from gateway.engine.vision import qwen
 from gateway.engine.vision.reading import Row
 from gateway.errors import BadRequest
 from tests.engine.generation.harness import answers
@@ -195,6 +196,22 @@ def test_a_model_with_a_quantized_tower_is_served(tmp_path: Path, name: str) -> 
         engine.close()
     assert told[0].error is None
     assert told[0].ids == told[1].ids
+
+
+@pytest.mark.parametrize("most", [1, 5, 24, 100])
+@pytest.mark.parametrize("name", DENSE)
+def test_a_layer_in_parts_gives_the_features_of_the_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, most: int
+) -> None:
+    case = cases()[name]
+    tower = read_tower(write_model(name, tmp_path))
+    whole = encode(tower, case)
+    monkeypatch.setattr(qwen, "MOST_PATCHES", most)
+    for one, other in zip(encode(tower, case), whole, strict=True):
+        assert mx.abs(one - other).max() < 1e-4
+    monkeypatch.setattr(qwen, "SCORE_BYTES", 4 * 2 * 24 * 3)  # bytes of three patches' scores
+    for one, other in zip(encode(tower, case), whole, strict=True):
+        assert mx.abs(one - other).max() < 1e-4
 
 
 @pytest.mark.parametrize("name", DENSE)
