@@ -43,9 +43,10 @@ class Timings:
     tokens_out: int = 0
     cached_tokens: int = 0
     finish_reasons: list[str] = field(default_factory=list)
-    # How often one of its sequences was preempted: its KV freed, and its tokens prefilled again.
+    # How often a sequence of the request was preempted: the sequence's KV was freed, and its tokens
+    # were prefilled again.
     preemptions: int = 0
-    # The timings of the other jobs of the same request.
+    # The timings of the request's jobs after the first one, which uses this object.
     parallel: list["Timings"] = field(default_factory=list)
 
     @property
@@ -63,7 +64,7 @@ class Timings:
 
     @property
     def milliseconds(self) -> dict[str, float]:
-        """Return the milliseconds of each stage so far, and the `total`."""
+        """Return the milliseconds spent in each stage, and as `total` those since the start."""
         stages = {str(stage): round(1000 * s, 2) for stage, s in self.seconds.items()}
         stages["total"] = round(1000 * (now() - self.started), 2)
         return stages

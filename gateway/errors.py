@@ -44,7 +44,7 @@ class ErrorBody(TypedDict):
 
 
 class GatewayError(Exception):
-    """The base class of errors that become an error response, sent with its `headers`."""
+    """The base class of errors that a client gets as a response, with the error's `headers`."""
 
     status: int = HTTPStatus.INTERNAL_SERVER_ERROR
     type: ClassVar[str] = "server_error"
@@ -79,7 +79,7 @@ class GatewayError(Exception):
         return headers
 
     def copy(self, **changes: str | None) -> Self:
-        """Return a copy without a traceback: an error raised many times accumulates frames."""
+        """Return a copy without a traceback, which would grow each time the error is raised."""
         copy = type(self).__new__(type(self), *self.args)
         vars(copy).update(vars(self), **changes)
         return copy
@@ -138,7 +138,7 @@ class UnsupportedParameter(BadRequest):
 
 
 class UnknownParameter(BadRequest):
-    """The request has an unknown field; raised only in strict mode."""
+    """The request has an unknown field. Raised only if GATEWAY_STRICT_FIELDS is set."""
 
     code = "unknown_parameter"
 
@@ -177,7 +177,7 @@ class ResponseNotFound(RequestError):
 
 
 class RequestNotFound(RequestError):
-    """The operator's request to cancel names a number that no request in flight has."""
+    """The operator wants to cancel a request by a number that no request in flight has."""
 
     status = HTTPStatus.NOT_FOUND
     code = "request_not_found"
@@ -211,7 +211,7 @@ class ModelNotFound(RequestError):
     def __init__(self, name: str, patterns: Sequence[str] = (), why: str = "") -> None:
         hint = why and f" {why}"
         if patterns:
-            hint = f" Others that may be named here: {', '.join(patterns)}."
+            hint = f" Models of the hub that may be named here: {', '.join(patterns)}."
         super().__init__(
             f"The model `{shorten(name)}` does not exist or you do not have access to it.{hint}",
             param="model",
@@ -267,7 +267,7 @@ class SlowBody(RequestError):
 
 
 class Overloaded(GatewayError):
-    """The queue is full. Clients wait and retry after a 429."""
+    """The model's queue is full. The status is 429, after which clients wait and retry."""
 
     status = HTTPStatus.TOO_MANY_REQUESTS
     type = "rate_limit_error"
@@ -360,7 +360,7 @@ class NoRoom(Unavailable):
 
 
 class InsufficientMemory(GatewayError):
-    """The model can never fit in the memory budget. The message has the bytes."""
+    """The model can never fit in the memory budget. The message gives the sizes."""
 
     status = HTTPStatus.INSUFFICIENT_STORAGE
     code = "insufficient_memory"
@@ -371,7 +371,7 @@ class InsufficientMemory(GatewayError):
 
 
 class InsufficientDisk(GatewayError):
-    """The model's files would leave too little free disk space. The message has the bytes."""
+    """The model's files would leave too little free disk space. The message gives the sizes."""
 
     status = HTTPStatus.INSUFFICIENT_STORAGE
     code = "insufficient_disk"
@@ -416,7 +416,7 @@ class EngineFailed(GatewayError):
 
 
 class SchemaViolated(GatewayError):
-    """The answer violates a schema that it must fit, as did the second try, if there was one."""
+    """The answer violates a schema that it must fit, and so did the retry, if there was one."""
 
     code = "schema_violated"
 
@@ -426,7 +426,7 @@ class SchemaViolated(GatewayError):
 
 
 class OutOfMemory(Unavailable):
-    """The device had no memory for this row, even after other rows were removed: retry later."""
+    """The device had no memory for this row, even without the batch's other rows: retry later."""
 
     code = "out_of_memory"
 
@@ -439,7 +439,7 @@ class OutOfMemory(Unavailable):
 
 
 class DeviceLost(Unavailable):
-    """The device no longer works in this process, which exits: retry after it has restarted."""
+    """The device no longer works in this process, which exits: retry after the restart."""
 
     code = "device_lost"
 
@@ -449,7 +449,7 @@ class DeviceLost(Unavailable):
 
 
 class DeadlineExceeded(GatewayError):
-    """The request took longer than the timeout that the caller, or else the settings, allow."""
+    """The request took longer than the caller's timeout or the settings', whichever is less."""
 
     status = HTTPStatus.GATEWAY_TIMEOUT
     code = "deadline_exceeded"
@@ -478,7 +478,7 @@ class BlasUnusable(Exception):
 
 
 class Fault(StrEnum):
-    """The kind of an error that MLX has raised: the state of the device that it shows."""
+    """The kind of an error that MLX raised, which tells whether the device still works."""
 
     FATAL = "fatal"  # the device no longer works in this process
     PRESSURE = "pressure"  # the device has run out of memory

@@ -10,7 +10,7 @@ OWN_NAME: Final = secrets.token_hex(NAME_CHARS // 2)
 
 
 def new_id(prefix: str, nbytes: int) -> str:
-    """Return `prefix_` and `nbytes` bytes as hex digits, which begin with OWN_NAME."""
+    """Return `prefix_`, OWN_NAME and random hex digits: with OWN_NAME, `nbytes` bytes in hex."""
     return f"{prefix}_{OWN_NAME}{secrets.token_hex(nbytes - NAME_CHARS // 2)}"
 
 

@@ -1,7 +1,8 @@
-"""structlog, configured once: an event name and keys, to stderr.
+"""Configures structlog: a log line has an event name and keys, and goes to stderr.
 
 A JSON line has every key. A console line is for a person: the most important keys come first, and
-it is cut to COLUMNS. In neither format can a caller's text begin a line or move the cursor.
+most lines are cut to COLUMNS. In both formats, a caller's text cannot begin a line or move the
+cursor.
 """
 
 import json
@@ -18,14 +19,14 @@ import structlog
 Format = Literal["auto", "json", "console"]
 
 COLUMNS = 100
-FIELD_COLUMNS = 48  # columns of one field, in a line that is cut
-ID_COLUMNS = 13  # columns of a request's id: enough to find it
+FIELD_COLUMNS = 48  # most columns of one field in a line that is cut
+ID_COLUMNS = 13  # columns shown of a request's id: enough to search for it
 
 lost_lines = 0  # the number of lines that could not be written
 
 
 def configure(level: str = "info", style: Format = "auto") -> None:
-    """Write lines of `level` and above; `auto` is console on a terminal and JSON elsewhere."""
+    """Have lines of `level` and above written. `auto` is console on a terminal, else JSON."""
     as_json = style == "json" or (style == "auto" and not sys.stderr.isatty())
     stamp = structlog.processors.TimeStamper(fmt="%H:%M:%S", utc=False)
     render: structlog.typing.Processor = _console
@@ -100,7 +101,7 @@ def is_console(style: Format) -> bool:
 
 
 def _console(_: Any, __: str, event_fields: MutableMapping[str, Any]) -> str:
-    """Return an event as a console line: warnings, errors and prompts are wrapped, others cut."""
+    """Return an event for the console. Warnings, errors and prompts are wrapped, others are cut."""
     fields = dict(event_fields)
     event, level = _text(fields.pop("event", "")), fields.pop("level", "info")
     time, request_id = fields.pop("timestamp", ""), fields.pop("request_id", None)
@@ -120,7 +121,7 @@ def _console(_: Any, __: str, event_fields: MutableMapping[str, Any]) -> str:
     lines = [fit(line, COLUMNS)]
     if columns is None:  # warnings and prompts are wrapped, not cut
         lines = list(_wrap(line))
-    for text in filter(None, below):  # indented, so that only our own text begins a line
+    for text in filter(None, below):  # indented, so that only events begin a line
         lines += [f"    {_text(row)}" for row in str(text).splitlines()]
     return "\n".join(lines)
 

@@ -2,7 +2,7 @@
 
 Rust libraries (tokenizers, llguidance, jsonschema-rs, outlines-core, safetensors, pydantic-core)
 raise panics through PyO3 as BaseExceptions, which `except Exception` does not catch. A panic is
-caused by the input, a file or a request, so it should be handled like any other error.
+caused by the input (a file or a request), so it should be handled like any other error.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class NativeError(Exception):
-    """Native code panicked on its input. The message is the panic's."""
+    """Native code panicked on its input. The message is that of the panic."""
 
 
 def as_exception(error: BaseException) -> Exception:
@@ -23,8 +23,8 @@ def as_exception(error: BaseException) -> Exception:
     A panic becomes a NativeError, and StopIteration a RuntimeError; other Exceptions are returned
     as they are. Raises any other BaseException, such as SystemExit.
     """
-    # Each library defines its own class of this name. tokenizers raises its other errors as bare
-    # Exceptions.
+    # The name is compared, since each library has its own PanicException. tokenizers raises errors
+    # other than panics as bare Exceptions.
     if type(error).__name__ == "PanicException" or type(error) is Exception:
         failure = NativeError(str(error))
         failure.__cause__ = error
@@ -37,7 +37,7 @@ def as_exception(error: BaseException) -> Exception:
 
 
 def raise_panics(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorate a function whose native code may panic: its errors pass through `as_exception`."""
+    """Decorate a function whose native code may panic: errors are raised as from `as_exception`."""
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:

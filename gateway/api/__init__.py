@@ -4,7 +4,7 @@ app                           the application: routes, access, errors
 endpoints                     the table of all endpoints
 access                        API keys, hosts, origins, rate limits
 chat                          chat completions, completions, Anthropic's messages, decisions
-responses                     /v1/responses, and answers that are kept
+responses                     /v1/responses, whose answers are kept to continue from
 embeddings, rerank            vectors and scores
 tokenization                  tokens of prompts, and texts of tokens
 models                        the list of models; /admin to load, unload, pin, reload, save prefixes

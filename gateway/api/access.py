@@ -1,4 +1,4 @@
-"""Access to the API: keys, hosts, origins, rate limits. `protect` wraps an app in all of them."""
+"""Access to the API: keys, hosts, origins, rate limits. `protect` makes an app check all four."""
 
 import asyncio
 import contextlib
@@ -33,11 +33,11 @@ EXPOSED_HEADERS = [
     "x-gateway-thinking-budget", "server-timing", "retry-after", "x-should-retry",
     *(f"x-ratelimit-{name}-{kind}" for name in ("limit", "remaining", "reset") for kind in KINDS),
 ]  # fmt: skip
-# Origins of desktop apps. No web page can have these schemes, nor Tauri's host on Windows.
+# Origins of desktop apps. No web page can have these schemes, or Tauri's host (on Windows).
 APP_ORIGINS = r"(?:tauri|app|vscode-webview|vscode-file)://[^/\s]+|https?://tauri\.localhost"
 ADMIN = "/admin/"
 PAGES = ("/dashboard",)  # paths that a link on another site may open
-DISCARD_BYTES = 16 * 1024 * 1024  # the most bytes read of a body that the rate limit refuses
+DISCARD_BYTES = 16 * 1024 * 1024  # most bytes to read of a body beyond the rate limit
 DISCARD_S = 5.0
 
 
@@ -50,7 +50,7 @@ class AccessRules:
     shares_prefixes: bool  # whether keys share cached prefixes
     hosts: Sequence[str]
     origins: Sequence[str]
-    allowance: Allowance  # the allowance of each key
+    allowance: Allowance  # requests and tokens per minute of each key
     max_header_bytes: int
     send_timeout_s: float
 
@@ -66,8 +66,8 @@ def protect(
     tracer: "Tracer | None" = None,
 ) -> ASGIApp:
     """Wrap an app in request ids, JSON errors, CORS, API keys and rate limits."""
-    # The layers are added from the inside out. CORS is outside of errors: without CORS headers, a
-    # browser would hide even a 401 from its page.
+    # The layers are added from the inside out. CORS is outside of the errors' layer: without
+    # CORS headers, a browser would hide even a 401 from its page.
     origins = origin_pattern(rules.origins)
     if not rules.allowance.is_unlimited:
         app = Rates(app, Accounts(rules.allowance), metered_paths)
@@ -78,7 +78,7 @@ def protect(
         allow_origin_regex=origins.pattern,
         allow_methods=["*"],
         allow_headers=["*"],
-        allow_private_network=True,  # Chrome asks before a public page may reach this machine
+        allow_private_network=True,  # Chrome asks if a public page may reach this machine
         expose_headers=EXPOSED_HEADERS,
     )
     return Context(app, in_flight, bodies, send_timeout_s=rules.send_timeout_s, tracer=tracer)
@@ -86,7 +86,7 @@ def protect(
 
 def origin_pattern(origins: Sequence[str]) -> re.Pattern[str]:
     """Return a pattern that matches the origins of desktop apps and the given origins."""
-    # A lone `*` stands for any origin, `:*` for any port, another `*` for a host or its beginning.
+    # A lone `*` stands for any origin, `:*` for any port, any other `*` for a part of a host.
     patterns = [APP_ORIGINS]
     for origin in origins:
         text = re.escape(origin).replace(r":\*", r"(?::\d+)?").replace(r"\*", r"[^/:]+")
@@ -156,7 +156,8 @@ class Guard:
                 "GATEWAY_ALLOWED_HOSTS, or set GATEWAY_API_KEYS."
             )
         origin = headers.get(b"origin", b"").decode("latin-1")
-        if self._origins.fullmatch(origin):  # an absent origin too, if every origin is allowed
+        # An absent Origin matches, too, if every origin is allowed.
+        if self._origins.fullmatch(origin):
             return
         # The dashboard sends the gateway's own origin. This is accepted only for a known host: if
         # any host is allowed, or on a unix socket, the host may be the result of DNS rebinding.
@@ -169,7 +170,7 @@ class Guard:
         if site not in (b"same-origin", b"none") and not _opens_page(scope, headers):
             raise Forbidden(
                 "The request comes from a page of another site (Sec-Fetch-Site: "
-                f"{shorten(site.decode('latin-1'))}) and has no origin of GATEWAY_CORS_ORIGINS."
+                f"{shorten(site.decode('latin-1'))}), without an Origin of GATEWAY_CORS_ORIGINS."
             )
 
 
@@ -181,7 +182,7 @@ def _opens_page(scope: Scope, headers: Mapping[bytes, bytes]) -> bool:
 
 
 def _key_id(headers: Mapping[bytes, bytes], keys: Sequence[bytes]) -> str:
-    """Return the id of the bearer token or, if that is unknown, of the key in `x-api-key`."""
+    """Return the id of the key sent as bearer token or, if it is unknown, in `x-api-key`."""
     # Agents may send two keys, of which only one is this gateway's.
     sent = []
     scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
@@ -204,7 +205,7 @@ def _key_id(headers: Mapping[bytes, bytes], keys: Sequence[bytes]) -> str:
 def is_here(host: str) -> bool:
     """Return True if a Host header names this machine by a name that no web page can have."""
     name = _host_name(host)
-    # Only the first label is used: the network may have assigned the domain.
+    # The hostname's domain is left out, since the network may have assigned it.
     hostname = socket.gethostname().partition(".")[0].lower()
     try:
         return ipaddress.ip_address(name).is_loopback
@@ -265,7 +266,7 @@ async def _discard_body(receive: Receive) -> None:
 
 
 class Meter:
-    """Charges one request and its tokens to the buckets of its key."""
+    """Charges one request, and the tokens that it uses, to the buckets of the caller's key."""
 
     def __init__(self, buckets: Mapping[Kind, Bucket], timings: Timings) -> None:
         self._buckets = buckets
@@ -273,7 +274,7 @@ class Meter:
         self._charged = 0
 
     def admit(self) -> None:
-        """Take a request from its bucket. Raises RateLimited if a bucket is empty or overdrawn."""
+        """Charge the request. Raises RateLimited if any bucket is empty or overdrawn."""
         for kind, bucket in self._buckets.items():
             wait_s = bucket.wait_s()
             if wait_s > 0:
@@ -307,7 +308,7 @@ class Meter:
 
 
 def format_duration(seconds: float) -> str:
-    """Return a time as OpenAI writes it, rounded up: 120ms, 1s, 6m0s, 1h0m0s."""
+    """Return a duration as OpenAI writes it, rounded up: 120ms, 1s, 6m0s, 1h0m0s."""
     if seconds < 1:
         return f"{math.ceil(seconds * 1000)}ms"
     minutes, s = divmod(math.ceil(seconds), 60)

@@ -52,8 +52,8 @@ def create_app(
         except HTTPException as error:
             raise _refusal(error, scope["method"], scope["path"]) from None
 
-    # A browser that opens the dashboard cannot send a key, so the page is open. If no keys are set,
-    # the guard checks the host instead.
+    # A browser that opens the dashboard cannot send a key, so the page needs none. If no keys are
+    # set, the guard checks the host instead.
     open_paths = OPEN_PATHS | dashboard.PATHS if rules.keys else OPEN_PATHS
     return protect(
         route,

@@ -26,8 +26,8 @@ DISCARD_FACTOR = 4
 
 
 class Bodies:
-    """The total bytes of request bodies, each counted from its arrival to the end of its answer,
-    and of answers that clients have not read yet.
+    """The total bytes of request bodies, each counted until the request has been answered, and of
+    answers that clients have not read yet.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -35,12 +35,12 @@ class Bodies:
         self.nbytes = 0
 
     def has_room(self, more: int, nbytes: int) -> bool:
-        """Return True if a body of `nbytes` may grow by `more`. A body that is alone always may."""
+        """Return True if a body of `nbytes` may grow by `more`. The only body always may."""
         return self.nbytes == nbytes or self.nbytes + more <= self._max_bytes
 
 
 class Body:
-    """The bytes counted for one body or one answer."""
+    """The part of the total in `Bodies` that one request body, or one answer, takes."""
 
     def __init__(self, bodies: Bodies) -> None:
         self._bodies = bodies
@@ -125,7 +125,7 @@ def _refuse_encoding(request: Request) -> GatewayError | None:
 
 
 def _refuse_size(held: Body, size: int, max_bytes: int) -> GatewayError | None:
-    """Count a growing body. Return the error if it is refused, else None."""
+    """Count the bytes of a growing body. Return the error if it is refused, else None."""
     try:
         if size > max_bytes:
             raise _too_large(max_bytes)

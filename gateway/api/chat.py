@@ -59,7 +59,7 @@ async def answer(service: Service, request: Request) -> ASGIApp:
 
 
 async def complete(service: Service, request: Request) -> ASGIApp:
-    """Continue each prompt, all of them together."""
+    """Answer a completions request: continue all of its prompts at the same time."""
 
     def translate(wire_request: completions.CompletionRequest) -> Exchange:
         _, spec = service.chat_spec(wire_request.model)
@@ -142,7 +142,7 @@ def _message_exchange(
 async def decide(service: Service, request: Request) -> Response:
     """Answer with the probabilities of every question's labels, once all of them are known.
 
-    If one question fails, or the client leaves, the others end too.
+    If one question fails, or the client leaves, the remaining questions are cancelled.
     """
     body = await service.read_body(request)
     with time_stage(request, Stage.PARSE):

@@ -78,7 +78,7 @@ async def samples(service: Service, request: Request, *, is_admin: bool) -> ASGI
     """Stream a line of JSON each second until the client disconnects. An admin's samples also list
     the requests in flight and the last errors.
     """
-    # The last place is reserved for admins if an admin key is set: others cannot lock them out.
+    # If an admin key is set, the last place is reserved for admins: nobody can lock them out.
     is_reserved = is_admin or not service.exposure.has_admin
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -144,7 +144,7 @@ def _models(service: Service) -> list[dict[str, Any]]:
 
 
 def _describe(number: int, context: RequestContext) -> dict[str, Any]:
-    """Return a request's state without its content. It has the route's template, not the path."""
+    """Return a request's state without its content: even its path is given as a template."""
     scope, timings = context.scope, context.timings
     jobs: Sequence[Timings] = (timings, *timings.parallel)
     return {

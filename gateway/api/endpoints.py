@@ -269,7 +269,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "of an adapter. `state`, `bytes`, `last_used` and `error` describe the model now. "
         "`max_model_len` (also `context_length` and, for a chat model, `max_context`) is the most "
         "tokens of an input with its answer; null if the files are not on disk or do not say. "
-        "`verified` names the library that answers of its family were compared with. For a loaded "
+        "`verified` names the library with which answers of its family were compared. For a loaded "
         "chat model, `notes` lists settings in its files that have no effect, and `batching` says "
         "whether answers share a batch. With the header `anthropic-version`: the chat models in "
         "Anthropic's format, with `limit`, `after_id` and `before_id`.",
@@ -329,8 +329,8 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "GET /dashboard",
         dashboard.page,
         summary="Watch the gateway, and try its models, in a browser",
-        details="[The page](dashboard.md) holds no data and needs no key; it asks for one to show "
-        "any. Beyond loopback it is there only if API keys are set.",
+        details="[The page](dashboard.md) holds no data and needs no key; it asks for a key before "
+        "it shows data. Beyond loopback it is there only if API keys are set.",
         content_type="text/html",
         errors=PAGE_ERRORS,
         is_open=True,
@@ -408,7 +408,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "GET /admin/samples",
         partial(dashboard.samples, is_admin=True),
         summary="Stream samples with the requests in flight and the last errors",
-        details="Like `/dashboard/samples`, and off if that is off. They have no text of requests.",
+        details="Like `/dashboard/samples`, and off if that is off. Requests' texts are left out.",
         content_type="application/x-ndjson",
         errors=(TooManyWatchers,),
         is_admin=True,

@@ -42,14 +42,14 @@ R = TypeVar("R", bound=WireRequest)
 
 @dataclass(slots=True)
 class _Run:
-    """The jobs under way."""
+    """The jobs of a request while they run, with their usage, deltas and the answer's checker."""
 
     usage: Usage  # usage of the prompts that have been admitted
     updates: AsyncIterator[Usage | Delta]  # the usage of later prompts, and all deltas
     checker: AnswerChecker | None = None
 
     async def verdict(self, index: int) -> SchemaVerdict | None:
-        """Return the verdict on a choice that has ended. Raises SchemaViolated if it is broken."""
+        """Return the verdict on a choice that has ended. Raises SchemaViolated if it is BROKEN."""
         if self.checker is None:
             return None
         fit = await self.checker.check(index)
@@ -59,7 +59,9 @@ class _Run:
 
 @dataclass(slots=True)
 class _Attempt:
-    """All deltas of each choice, whether it fits its schema, and the parts no grammar enforced."""
+    """A whole answer: the deltas of each choice, whether the choice fits its schema, and the parts
+    of the schema that no grammar enforced.
+    """
 
     choices: list[list[Delta]]
     usage: Usage
@@ -77,8 +79,8 @@ class Exchange:
     jobs: Sequence[GenerateJob]
     writer: AnswerWriter
     is_streamed: bool
-    is_checked: bool = True  # True: the one job's answer is checked by its schema
-    keep: Callable[[], None] = lambda: None  # stores the answer, before its end is sent
+    is_checked: bool = True  # True: there is one job, whose answer is checked
+    keep: Callable[[], None] = lambda: None  # stores the answer, called before its end is sent
     headers: dict[str, str] = field(default_factory=dict)
 
     async def respond(self, request: Request) -> ASGIApp:
@@ -109,7 +111,7 @@ class Exchange:
         answer = await self._generate(self.jobs)
         invalid = choose_retried(job, answer.fits)
         if invalid:
-            # The first answers stand if there is no time or room for a retry.
+            # The invalid choices are sent as they are if there is no time or room for a retry.
             with contextlib.suppress(GatewayError):
                 retry = await self._generate([replace(job, n=len(invalid))])
                 answer.usage = _add_usage(answer.usage, retry.usage)
@@ -142,7 +144,7 @@ class Exchange:
         return _Attempt(choices, usage, fits, run.checker.unenforced)
 
     async def _frames(self) -> AsyncGenerator[bytes, None]:
-        """Yield the events as frames, the first of them after the first delta."""
+        """Yield ACCEPTED and then the frames of events, which begin after the first delta."""
         writer = self.writer
         has_begun = False
         async with self._run(self.jobs) as run:
@@ -187,7 +189,7 @@ class Exchange:
                     yield _Run(usage, updates)
 
     def _name_ignored_budget(self) -> None:
-        """Name the request's budget as ignored: the model has turned out to have no use for it."""
+        """List the request's thinking budget as ignored, which the loaded model has no use for."""
         name, header = self.request.param_of("thinking_budget"), "x-gateway-ignored"
         names = self.headers.get(header, "").split(",")
         if self.request.thinking_budget is not None and name not in names:
@@ -206,15 +208,15 @@ async def read_exchange(
     *,
     is_large: Callable[[R], bool] = lambda _: False,
 ) -> Exchange:
-    """Read a request and translate it. `is_large`: its translation may take long."""
+    """Read and translate a request. `is_large` returns True if translating it may take long."""
     body = await service.read_body(request)
     with time_stage(request, Stage.PARSE):
         parsed = await service.take(request, body, shape)
         asked = parsed.request
-        if b"image" in body:  # whether a model reads them is known by its files
+        if b"image" in body:  # a model's files say whether it reads images
             await service.inputs.look()
         exchange = await service.run_on_body(body, translate, asked, is_large=is_large(asked))
-    # Images of kept responses are in no body, but take as much memory.
+    # Images of earlier, kept responses are not in this body, but take as much memory.
     images = {id(image.data): len(image.data) for job in exchange.jobs for image in job.images}
     context_of(request).body.count(max(len(body), sum(images.values())))
     exchange.headers.update(ignored_header(parsed.ignored))
@@ -224,8 +226,10 @@ async def read_exchange(
 def without_images(
     service: Service, request: Request, spec: ChatSpec, turns: Sequence[P]
 ) -> tuple[Sequence[P], dict[str, str]]:
-    """Return a conversation without the images that are left out for a model that reads text, and
-    the header with their number. Raises BadRequest if the request's own header is not a boolean.
+    """Return a conversation and a header for its answer. If the model reads no images, and the
+    request or the settings say so, images are left out, and the header has their number.
+
+    Raises BadRequest if the header that the request may have for this is not a boolean.
     """
     name = "x-gateway-leave-out-images"
     given = context_of(request).headers.get(name.encode())
@@ -239,14 +243,16 @@ def without_images(
 
 
 def default_sampling(spec: ChatSpec) -> Sampling:
-    """Return the sampling of models.yaml; values that it lacks are OpenAI's, marked as unset."""
+    """Return the model's sampling values; those not in models.yaml are OpenAI's, in `unset`."""
     values = spec.sampling.model_dump(exclude={"max_tokens"})
     unset = frozenset(name for name, value in values.items() if value is None)
     return Sampling(**{name: values[name] for name in values.keys() - unset}, unset=unset)
 
 
 def template_args(resolved: Resolved, spec: ChatSpec) -> dict[str, Any]:
-    """Return the template's arguments: thinking by alias, else by model, else its own default."""
+    """Return the chat template's arguments. The alias says whether to think, or else the model, or
+    else the template.
+    """
     thinking = spec.thinking
     if resolved.alias is not None and resolved.alias.thinking is not None:
         thinking = resolved.alias.thinking
@@ -256,7 +262,7 @@ def template_args(resolved: Resolved, spec: ChatSpec) -> dict[str, Any]:
 
 
 def thinking_budgets(spec: ChatSpec) -> dict[str, int]:
-    """Return the tokens of thinking by effort, and the default."""
+    """Return the most tokens of thinking for each effort that is set, and for `default`."""
     return spec.thinking_budget.model_dump(exclude_none=True)
 
 
@@ -294,7 +300,7 @@ def _require_fit(fits: Sequence[Fit | None]) -> None:
 
 
 def _verdict_json(fit: Fit | None, unenforced: Sequence[str]) -> SchemaVerdict | None:
-    """Return a choice's verdict for its answer; None if it adds nothing to a success."""
+    """Return the verdict to send with a choice; None without a schema, or if all of it holds."""
     if fit is None or (fit is Fit.VALID and not unenforced):
         return None
     return {"unenforced": list(first_names(unenforced)), "schema_valid": fit.is_valid}
@@ -320,7 +326,9 @@ def _answer_headers(checker: AnswerChecker, params: SequenceParams) -> dict[str,
 
 
 def _schema_valid_header(answer: _Attempt) -> dict[str, str]:
-    """Return the header that tells whether answers fit; none if it adds nothing to a success."""
+    """Return the header that tells whether all choices fit their schema; empty if there is no
+    schema, or if all fit and grammars enforced the whole schema.
+    """
     verdicts = [fit.is_valid for fit in answer.fits if fit is not None]
     if not verdicts or (all(verdicts) and not answer.unenforced):
         return {}

@@ -1,5 +1,5 @@
-"""The requests in flight and their contexts, to list, drain and cancel them, also when a client
-disconnects; the last errors; the watchers of the dashboard.
+"""Keeps the contexts of requests in flight, to list, drain and cancel requests, also when a client
+disconnects. Keeps the last errors, and counts the watchers of the dashboard.
 """
 
 import asyncio
@@ -61,10 +61,10 @@ class RequestContext:
     is_known: bool = False  # True: the caller may list models
     key_id: str | None = None  # None if no keys are set
     cache_salt: str = ""  # keeps the cached prompts of different keys apart
-    rate_headers: Callable[[], Iterable[tuple[bytes, bytes]]] = tuple  # the remaining allowance
+    rate_headers: Callable[[], Iterable[tuple[bytes, bytes]]] = tuple  # x-ratelimit-* headers
 
     # These are set while the request is served:
-    asked: float | None = None  # the start of its deadline, set by Service.caller
+    asked: float | None = None  # when its deadline began to run, set by Service.caller
     is_watch: bool = False  # True for the dashboard's samples, which last until the watcher leaves
     status: int | None = None  # set by the outermost middleware, when the answer begins
     error: str | None = None  # the error's code, set when an error is sent to the client
@@ -154,7 +154,7 @@ class InFlight:
 
 
 class Watchers:
-    """At most MOST_WATCHERS clients that get a sample each second. All share one sample."""
+    """At most MOST_WATCHERS clients that get a sample each second: admins one, others another."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -190,7 +190,7 @@ class Watchers:
 async def while_connected(receive: Receive) -> AsyncIterator[None]:
     """Cancel the body of the `async with` if the client disconnects.
 
-    ClientDisconnect is raised in that case, and nothing has to be sent.
+    Raises ClientDisconnect in that case, in which no answer has to be sent.
     """
     task = asyncio.current_task()
     assert task is not None
@@ -237,8 +237,8 @@ async def cancel(task: asyncio.Task[Any]) -> None:
 
 
 def count_cancelled(timings: Timings) -> None:
-    """Count a request whose client left early, by the stage it was in. If it has several jobs, the
-    stage is that of the first one that still runs.
+    """Count a request that was cancelled, or whose client left, by the stage it was in. If it has
+    several jobs, the stage is that of the first job that still runs.
     """
     stages = (part.stage for part in (timings, *timings.parallel) if part.stage is not None)
     stage = next(stages, None)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 log = logs.get("http")
 
-LEAST_RATE = 128 * 1024  # bytes per second that a client has to read, after the send timeout
+LEAST_RATE = 128 * 1024  # bytes per second that a client has to read, apart from the send timeout
 PIECE_BYTES = 256 * 1024  # a large body is sent in pieces of this size, each with the send timeout
 ANTHROPIC = "/messages"  # this path and those below it belong to Anthropic's API
 MODELS = "/models"  # this path and those below it belong to both APIs; see `speaks_anthropic`
@@ -231,8 +231,8 @@ class ErrorMiddleware:
 
 
 class _Limit:
-    """Limits the time of each send with one timer for all. An `asyncio.timeout` for each send would
-    cost half as much as sending a token's event.
+    """Limits the time of each send of an answer, with one timer for all sends. An `asyncio.timeout`
+    for each send would cost half as much as sending a token's event.
     """
 
     def __init__(self) -> None:
@@ -354,7 +354,7 @@ class _Reply:
                 log.warning("client_stopped_reading")
                 raise ClientDisconnect from None
             self._waited_s += clock.now() - began
-            if left > PIECE_BYTES and not message.get("more_body"):  # EventStream counts streams
+            if left > PIECE_BYTES and not message.get("more_body"):  # EventStream counts its own
                 left -= PIECE_BYTES
                 self._context.unread.count(left)
 
@@ -364,8 +364,8 @@ async def _receive_nothing() -> Message:
 
 
 def split_body(message: Message) -> Iterator[Message]:
-    """Yield a message with a large body in pieces. A piece's timeout shows whether the client still
-    reads.
+    """Yield a message with a large body in pieces. Each is sent with a timeout of its own, which
+    shows whether the client still reads.
     """
     body = message.get("body", b"")
     if len(body) <= PIECE_BYTES:

@@ -32,7 +32,7 @@ STATES = ["unloaded", "loading", "loaded", "failed"]
 
 
 class Batching(TypedDict):
-    """How a loaded chat model batches: in one batch if its self-test allows that."""
+    """Whether a loaded chat model's sequences share a batch, which its self-test decides."""
 
     rows: Literal["together", "one at a time"]
     self_test: Literal["passed", "failed", "unfinished", "off"]
@@ -51,7 +51,7 @@ class Model(TypedDict):
     kind: Literal["chat", "embedding", "rerank"]
     state: Annotated[str, WithJsonSchema({"type": "string", "enum": STATES})]
     pinned: Annotated[bool, Field(description="True: the model is never evicted.")]
-    bytes: Annotated[int | None, Field(description="Its share of the memory budget.")]
+    bytes: Annotated[int | None, Field(description="Bytes of the memory budget that it holds.")]
     last_used: Annotated[float | None, Field(description="Unix time.")]
     error: Annotated[str | None, Field(description="Why the last load failed.")]
     max_model_len: Annotated[
@@ -190,9 +190,9 @@ def _batching(batcher: object) -> Batching | None:
 
 
 async def pull(service: Service, request: Request) -> ASGIApp:
-    """Download a model's files. Answer with progress events or, unstreamed, when it is complete.
+    """Download a model's files. Answer with progress events or, unstreamed, once all are there.
 
-    The download goes on if the client leaves; a new request for the model follows it again.
+    The download goes on if the client leaves. Another pull of the model then reports its progress.
     """
     parsed = await service.read(await service.read_body(request), PullRequest)
     headers, asked = ignored_header(parsed.ignored), parsed.request

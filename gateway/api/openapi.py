@@ -92,7 +92,7 @@ class Endpoint:
     request: type[WireRequest] | None = None
     form: Form | None = None  # a second request format
     answer: Any = None  # the answer's type; None if /openapi.json doesn't describe it
-    texts_error: Any = None  # the type of its errors, if it answers with TEI's
+    texts_error: Any = None  # the type of the errors, if they have TEI's format
     events: Any = None  # the type of a stream's events
     content_type: str = "application/json"
     statuses: tuple[int, ...] = (200,)  # the status codes of success
@@ -106,8 +106,8 @@ class Endpoint:
     is_traced: bool = True  # False for endpoints that monitors poll: their traces are noise
 
     def is_served(self, exposure: Exposure) -> bool:
-        """Return True if the settings allow it: an admin endpoint needs an admin key to be set, and
-        a page needs the dashboard to be on.
+        """Return True if the settings allow the endpoint: an admin endpoint needs an admin key to
+        be set, and a page needs the dashboard to be on.
         """
         is_allowed = exposure.has_admin or not self.is_admin
         return is_allowed and (exposure.has_dashboard or not self.is_page)
@@ -122,7 +122,7 @@ class Endpoint:
 
     @property
     def is_metered(self) -> bool:
-        """Return True if its requests count against the caller's rate limits."""
+        """Return True if requests to the endpoint count against the caller's rate limits."""
         return RateLimited in self.all_errors and not self.is_admin
 
     @property
@@ -152,13 +152,13 @@ class Endpoint:
 
     @property
     def requests(self) -> Sequence[type[WireRequest]]:
-        """Return the types of its requests."""
+        """Return the types of requests that the endpoint takes."""
         requests = (self.request, self.form and self.form.request)
         return [request for request in requests if request is not None]
 
     @property
     def shapes(self) -> Sequence[Any]:
-        """Return the types of its answers, events and TEI errors."""
+        """Return the types of the endpoint's answers, events and TEI errors."""
         shapes = [self.answer, self.events, self.texts_error]
         if self.form is not None:
             shapes += [self.form.item, self.form.error]
@@ -339,7 +339,7 @@ def _schemas_of(shapes: Sequence[Any]) -> Schemas:
 
 
 def _allow_nulls(schema: Schema) -> None:
-    """Mark every optional field nullable. Allow null for unknown fields where they are refused."""
+    """Mark every optional field nullable. If unknown fields are refused, allow null for them."""
     # The API treats null like an absent field.
     if schema.get("additionalProperties") is False:
         schema["additionalProperties"] = _NULL

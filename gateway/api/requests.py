@@ -46,7 +46,7 @@ from gateway.wire.validation import Request as WireRequest
 log = logs.get("service")
 
 # A body above the first limit may take milliseconds to parse, so it is parsed on a thread. A body
-# above the second limit may take seconds, so these have threads of their own.
+# above the second limit may take seconds, so large bodies have a thread of their own.
 LONG_BYTES = 32_000
 LARGE_BYTES = 1_000_000
 T = TypeVar("T")
@@ -122,8 +122,8 @@ class Service:
         return await self.run_on_body(body, parse)
 
     async def take(self, request: Request, body: bytearray, shape: type[R]) -> Parsed[R]:
-        """Read a request to a model and record it. If it names a new model of the hub that requests
-        may name, begin to download that.
+        """Read a request to a model and record it. If it names a model of the hub that may be
+        served but is not yet, begin to download the model.
         """
         parsed = await self.read(body, shape)
         await self._note(request, body, parsed.request)
@@ -141,7 +141,7 @@ class Service:
             )
 
     async def _admit(self, request: Request, asked: WireRequest) -> None:
-        """Begin to download the model that a request names, if it is a new one of the hub.
+        """Begin to download the model that a request names, if it is on the hub and not served yet.
 
         Raises as NamedModels.admit does, and DeadlineExceeded.
         """
@@ -154,7 +154,7 @@ class Service:
     async def run_on_body(
         self, body: bytearray, work: Callable[[*Ts], T], *args: *Ts, is_large: bool = False
     ) -> T:
-        """Run work on a body; on a thread if it may take long: the body is long or `is_large`."""
+        """Run work on a body, but on a thread if the body is long or the work `is_large`."""
         # A thread costs more than work on a small body; a large body would block the event loop.
         if len(body) <= LONG_BYTES and not is_large:
             return work(*args)
@@ -194,8 +194,8 @@ class Service:
         return min(seconds, limit)
 
     def reads_images(self, spec: ChatSpec) -> bool:
-        """Return True if a model may read images: its engine knows if it is loaded, and else its
-        files say so. A model without files here may; its engine refuses images if it does not.
+        """Return True if a model may read images: the engine of a loaded model tells, or else the
+        files. If they are not on this disk, the model may, and its engine checks once it is loaded.
         """
         model = self.models.model(spec.base_spec or spec)
         if isinstance(model, GenerationBatcher):
@@ -204,7 +204,7 @@ class Service:
         return inputs is None or "image" in inputs.modalities
 
     def image_reader(self, spec: ChatSpec) -> ImageReader:
-        """Return the reader of one request's images, which refuses them for a model of text."""
+        """Return the reader of one request's images. It refuses all if the model reads none."""
         if not self.reads_images(spec):
             return ImageReader()
         return ImageReader(ImageLimits(self.rules.max_images, self.rules.max_image_bytes))
@@ -245,8 +245,8 @@ class Service:
     def find_spec(
         self, name: str | None, wanted: str, *kinds: type[ModelSpec]
     ) -> tuple[Resolved, Any]:
-        """Return the model with this name, and its spec. Raises BadRequest, which says that it is
-        unfit for `wanted`, if its kind is not among `kinds`.
+        """Return the model with this name, and its spec. Raises BadRequest if the model's kind
+        is not among `kinds`: the message says that it cannot be used for `wanted`.
 
         Without a name, `_at_hand` chooses one.
         """
@@ -261,7 +261,7 @@ class Service:
         )
 
     def _at_hand(self, *kinds: type[ModelSpec]) -> str:
-        """Return the id of a model of the first of the kinds that has any: a loaded model, or else
+        """Return the id of a model of the first kind that has models: of a loaded one, or else of
         the first one in models.yaml.
         """
         for kind in kinds:

@@ -33,7 +33,7 @@ from gateway.wire.tools import unpack
 
 log = logs.get("responses")
 
-MAX_JSON_BYTES = 6  # the longest escape of one character
+MAX_JSON_BYTES = 6  # the longest JSON escape of one character
 
 
 async def answer(service: Service, request: Request) -> ASGIApp:
@@ -90,7 +90,7 @@ def _find_stored(service: Service, request: Request) -> StoredResponse:
 
 
 def _find(service: Service, owner: str | None, response_id: str, param: str) -> StoredResponse:
-    """Return an owner's response. Raises ResponseNotFound, also for one of another owner."""
+    """Return an owner's response. Raises ResponseNotFound, also for another owner's response."""
     stored = service.responses.find(owner, response_id)
     if stored is not None:
         return stored
@@ -170,7 +170,7 @@ def _exchange(service: Service, request: Request, wire_request: wire.ResponsesRe
 def _conversation(
     service: Service, wire_request: wire.ResponsesRequest, caller: Caller
 ) -> tuple[Sequence[StoredItem], Sequence[AnyItem]]:
-    """Return the items of the previous response, and the request's own, references resolved."""
+    """Return the previous response's items, and the request's items with references resolved."""
 
     max_bytes = service.rules.max_input_chars * MAX_JSON_BYTES
     nbytes = 0

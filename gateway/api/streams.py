@@ -98,7 +98,7 @@ class EventStream:
             await self._close()
 
     async def _until(self, event: asyncio.Event, timeout_s: float | None) -> None:
-        """Wait until an event is set, the generator ends, the client disconnects or time is up."""
+        """Wait until `event` is set, the generator ends, the client disconnects or time is up."""
         wait = asyncio.ensure_future(event.wait())
         try:
             await asyncio.wait(
@@ -122,7 +122,7 @@ class EventStream:
             self._changed.set()
 
     def _hold(self, nbytes: int) -> None:
-        """Count bytes added to the buffer. Raises Unavailable if there is no room for them."""
+        """Count bytes added to the buffer, or taken if below 0. Raises Unavailable without room."""
         self._nbytes += nbytes
         self._context.unread.count(self._nbytes)
 
@@ -176,7 +176,7 @@ class EventStream:
         await cancel(self._disconnect)
         await cancel(self._producer)
         if not self._producer.cancelled():
-            self._producer.exception()  # asyncio logs an error that nobody retrieves
+            self._producer.exception()  # retrieves an error, which asyncio would log otherwise
 
 
 def _body(data: bytes, *, more: bool) -> Message:

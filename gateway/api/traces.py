@@ -1,6 +1,6 @@
-"""Traces of requests, sent by OTLP/HTTP: a SERVER span with a child span for each of its stages.
+"""Traces of requests, sent by OTLP/HTTP: a SERVER span for each, with a child span for each stage.
 
-This module needs OpenTelemetry's SDK, of the extra `otel`, so it is imported only if traces have a
+This module needs OpenTelemetry's SDK (the extra `otel`), so it is imported only if traces have a
 destination. Spans contain no prompt, answer, tool or stop string.
 """
 
@@ -237,7 +237,7 @@ def _gen_ai_attributes(operation: str, timings: Timings) -> dict[str, Any]:
     jobs = (timings, *timings.parallel)
     attributes["gen_ai.response.model"] = timings.model
     attributes["gen_ai.usage.input_tokens"] = sum(job.tokens_in for job in jobs)
-    # These are empty for a request that ended early, and for embeddings.
+    # These values are empty for a request that ended early, and for embeddings.
     values = {
         "gen_ai.usage.output_tokens": sum(job.tokens_out for job in jobs),
         "gen_ai.response.finish_reasons": [reason for job in jobs for reason in job.finish_reasons],

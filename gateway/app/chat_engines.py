@@ -67,7 +67,7 @@ class ChatEngines:
     device: Device
     bounds: DeviceBounds
     settings: Settings
-    budget_bytes: int  # bytes that all models may hold
+    budget_bytes: int  # bytes that all models together may hold
     grammars: Sandbox
     templates: Sandbox
     images: Sandbox
@@ -82,7 +82,7 @@ class ChatEngines:
         share = self._share(spec)
         if share is None:
             return digest
-        # A rank computes with other shapes than a whole model, so it needs its own verdict.
+        # A rank's arrays differ in shape from a whole model's, so its verdict is separate.
         return f"{digest}-{share.parallel}-{share.group.size()}"
 
     def size(self, spec: ChatSpec, files: Path, draft: DraftFiles | None) -> Size:
@@ -112,7 +112,7 @@ class ChatEngines:
     ) -> Generator[GenerationEngine | None]:
         """Read a chat model's tokenizer, off the lane. Return the steps that load the rest.
 
-        A rank above 0 gets rank 0's setup as `led`. It loads its share of the model with that.
+        On a rank above 0, `led` is rank 0's setup, with which its share of the model is loaded.
         """
         settings = led or settings_of(spec, self.settings)
         kept_bytes, rows, pool = settings.prefix_cache_bytes, settings.speculate_rows, None
@@ -197,7 +197,7 @@ class ChatEngines:
         return draft_setup
 
     def _size(self, spec: ChatSpec, files: Path, beside: int = 0) -> tuple[Size, Numbers]:
-        """Return a chat model's size, without its draft model, and its `_numbers`."""
+        """Return a chat model's size, without its draft model, and its number formats."""
         checkpoint, dtype = self._listing(spec, files), spec.weights_dtype
         numbers = self._numbers(checkpoint, spec, beside)
         weights = weights_bytes(checkpoint, self.device, dtype, is_packed=numbers.is_packed)
@@ -224,7 +224,7 @@ class ChatEngines:
         return None if self.ranks is None else self.ranks.share(spec)
 
     def _first_kv_bytes(self, checkpoint: Listing, spec: ChatSpec) -> int:
-        """Return the bytes of KV that a chat model's size includes, so that they always fit."""
+        """Return the bytes of KV that a chat model's size includes: it always has room for them."""
         # No sequence is longer than the context.
         allowance = self.settings.kv_allowance_tokens
         tokens = min(allowance, spec.max_context or allowance)
@@ -233,20 +233,20 @@ class ChatEngines:
     def _numbers(self, checkpoint: Listing, spec: ChatSpec, beside: int = 0) -> Numbers:
         """Return the number formats of a chat model's weights and KV in memory.
 
-        On a CPU, quantized weights are dequantized only if that fits in the memory budget, beside
-        `beside` bytes of another model.
+        On a CPU, quantized weights are dequantized only if the memory budget has room for the
+        result and `beside` bytes of another model.
         """
-        # On a CPU, quantized weights are slower, but dequantized ones are many times as large.
+        # On a CPU, dequantized weights are faster, but many times as large.
         room = self.budget_bytes - beside - self._first_kv_bytes(checkpoint, spec)
         is_packed = must_stay_packed(checkpoint, self.device, spec.weights_dtype, room)
         return Numbers.of(spec, is_packed=is_packed)
 
 
 def count_kept(spec: ChatSpec, files: Path, settings: Settings) -> int | None:
-    """Estimate the most tokens in a chat model's prefix cache while no other model is loaded.
+    """Estimate how many tokens a chat model's prefix cache holds if no other model is loaded.
 
-    None if the size of its KV is unknown. Raises ModelLoadFailed, and ValueError if the settings'
-    device does not exist.
+    None if the size of the model's KV is unknown. Raises ModelLoadFailed, and ValueError if the
+    settings' device does not exist.
     """
     used, dtype = choose_device(settings.device), spec.weights_dtype
     checkpoint, memory = open_checkpoint(spec.id, files), memory_bytes(used)

@@ -34,8 +34,8 @@ async def run_in_daemon_thread(function: Callable[[*Ts], T], *args: *Ts) -> T:
 
 
 def _failure(error: BaseException) -> Exception:
-    """Return the error for the caller. SystemExit and the like end only the thread."""
+    """Return the error to raise in the caller. SystemExit and the like end only the thread."""
     try:
         return as_exception(error)
     except BaseException:
-        return RuntimeError(f"its thread ended with {error!r}")
+        return RuntimeError(f"the call's thread ended with {error!r}")

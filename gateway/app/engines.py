@@ -68,13 +68,13 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 log = logs.get("engines")
 
-LOOK_ANSWERS: Final = 3  # multiple of the hub's timeout for a lookup, which takes several requests
+LOOK_ANSWERS: Final = 3  # a lookup, of several requests, may take this many hub timeouts
 RENDER_S: Final = 5.0  # seconds to render a template; an ordinary conversation takes 0.001
 DECODE_S: Final = 5.0  # seconds to decode an image; one of 12 million pixels takes one or two
 PROGRESS_S: Final = 5.0  # seconds between two log lines about a download
 # The stack size of all threads started later, such as those that compile grammars, and the lane's,
-# which builds matchers from them. Threads of the sandbox have a quarter of that, so a grammar that
-# does not overflow their stacks does not overflow these.
+# which builds matchers from them. Threads of the sandbox, which compile a grammar first, have a
+# quarter of that: a grammar that does not overflow the sandbox's stacks does not overflow these.
 STACK_BYTES: Final = 4 * sandbox_worker.STACK_BYTES
 
 
@@ -95,7 +95,7 @@ class MlxEngines:
         self._bounds = read_bounds(self._device, device.device_info(self._device))
         self._budget_bytes = budget_bytes(settings, self.memory_bytes)
         self._hub = hub_of(settings, may_download=settings.auto_pull)
-        # The total bytes of models that are being downloaded, by id.
+        # The total bytes of each model that is being downloaded, by the model's id.
         self._sizes: dict[str, int] = {}
 
     @property
@@ -138,7 +138,7 @@ class MlxEngines:
         give_back()
 
     def begin(self) -> None:
-        """Open the sandboxes, and set the device and memory limits of this thread for MLX."""
+        """Open the sandboxes, and set the device and the memory limits of MLX on this thread."""
         self._sandboxes.enter_context(self._grammars)
         self._sandboxes.enter_context(self._templates)
         self._sandboxes.enter_context(self._images)
@@ -148,7 +148,7 @@ class MlxEngines:
     def end(self) -> None:
         """Close the sandboxes and this thread's MLX streams."""
         self.close_sandboxes()
-        device.leave()  # without this, half of all exits abort on CPU
+        device.leave()  # without this, half of all exits on a CPU abort
 
     def close_sandboxes(self) -> None:
         """End the sandboxes' processes. They can start again after another `begin`."""
@@ -169,7 +169,7 @@ class MlxEngines:
                 _ = self._chat
 
     async def find(self, spec: ModelSpec) -> Path | None:
-        """Return the path of a model's files if they, and its draft model's, are on this disk."""
+        """Return the path of a model's files; None unless they and a draft model's are on disk."""
         draft = self._draft_of(spec)
         if draft is not None and await self.find(draft) is None:
             return None
@@ -193,7 +193,7 @@ class MlxEngines:
             return await run_in_daemon_thread(download, spec, hub)
         finally:
             telling.cancel()
-            # The entry may be gone already: a download for an earlier spec had the same id.
+            # The entry may be gone, if a download for an earlier spec with this id has ended.
             self._sizes.pop(spec.id, None)
 
     async def _tell_percents(self, spec: ModelSpec) -> None:
@@ -221,7 +221,7 @@ class MlxEngines:
         return replace(self._hub, may_download=self._hub.may_download or is_pull)
 
     async def offer(self, repo: str, is_pull: bool) -> Candidate:
-        """Look up a repository on the hub, to serve it under its name.
+        """Look up a repository on the hub, to serve its model under the repository's name.
 
         Raises ModelUnavailable, and ModelRefused for a model that may not or cannot be served.
         """
@@ -230,7 +230,7 @@ class MlxEngines:
 
     def _offer(self, repo: str, is_pull: bool) -> Candidate:
         source, hub = HubSource(repo), self._hub_for(is_pull)
-        if not is_pull:  # the operator's hub token would give callers its private models
+        if not is_pull:  # callers must not get private models by the operator's hub token
             require_public(source, hub, repo)
         offer = look(source, hub, repo)
         if offer.has_code:
@@ -333,7 +333,7 @@ class MlxEngines:
     ) -> Generator[GenerationEngine | None]:
         """Read a chat model's tokenizer, off the lane. Return the steps that load the rest.
 
-        A rank above 0 gets rank 0's setup as `led`. It loads its share of the model with that.
+        On a rank above 0, `led` is rank 0's setup, with which its share of the model is loaded.
         """
         draft = await run_in_daemon_thread(self._find_draft, spec)
         return _fused(spec, await self._chat.generation(spec, files, draft, led))
@@ -378,7 +378,7 @@ class MlxEngines:
 
 @contextlib.asynccontextmanager
 async def _answered_within(seconds: float, model: str) -> AsyncIterator[None]:
-    """Raise ModelUnavailable if the body, which asks the hub, takes longer than `seconds`."""
+    """Raise ModelUnavailable if the `with` block, which asks the hub, exceeds `seconds`."""
     try:
         async with asyncio.timeout(seconds):
             yield
@@ -390,7 +390,7 @@ async def _answered_within(seconds: float, model: str) -> AsyncIterator[None]:
 def _fused(spec: ModelSpec, steps: Generator[T]) -> Generator[T]:
     """Load a model in steps, with fused kernels if the disk has room for their compiled code.
 
-    Each step waits for its work on the device, and raises its errors.
+    Each step waits for its work on the device, and raises the device's errors.
     """
     if not fuse():
         log.warning("runs_unfused", model=spec.id, folder=str(FOLDER), free_bytes=room())

@@ -61,7 +61,7 @@ STALLED = "The engine has stopped, and is being started again."
 
 
 class Gateway:
-    """The models of one catalog behind one lane. `asgi` is the application to serve."""
+    """A gateway for one catalog, whose models share one lane. `asgi` is the app to serve."""
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ class Gateway:
     async def reload(self) -> Changes:
         """Read models.yaml again and return the changes.
 
-        Raises ModelsFileInvalid, without changing anything, if it is invalid.
+        Raises ModelsFileInvalid, without changing anything, if the file is invalid.
         """
         async with self._reloading:  # one at a time, so that the last call reads the newest file
             if self.in_flight.is_draining:
@@ -149,7 +149,7 @@ class Gateway:
 
     async def drain(self) -> None:
         """Refuse new requests, wait for running ones for at most `drain_s`, then save the prefix
-        caches, within the rest of that time or at least DRAIN_S.
+        caches. Saving has the rest of `drain_s`, but at least DRAIN_S.
         """
         until = clock.now() + self._settings.drain_s
         if not await self.in_flight.drain(self._settings.drain_s):
@@ -234,9 +234,9 @@ class Gateway:
                         await asyncio.wait(background)
 
     def _read_gauges(self, loop: asyncio.AbstractEventLoop) -> Iterator[metrics.Reading]:
-        """Yield the gauges, which are computed at scrape time so that requests needn't count."""
+        """Yield the gauges. They are read at each scrape, so that requests needn't update them."""
         rows, tickets, leases = Counter[str](), Counter[str](), Counter[str]()
-        for entry in self.models.entries:  # an id may have two entries: an old and a new copy
+        for entry in self.models.entries:  # a model may have two: an old and a new copy
             model, batcher = entry.spec.id, entry.model
             leases[model] += entry.leases
             if batcher is not None:
@@ -261,7 +261,7 @@ class Gateway:
 
     async def _tidy(self) -> None:
         """Every `give_back_s`, drop expired responses and return freed memory to the system."""
-        # Otherwise the process would keep the memory of its peak.
+        # Otherwise the process would keep as much memory as it used at its peak.
         while True:
             await asyncio.sleep(self._settings.give_back_s)
             self._responses.expire()
@@ -338,7 +338,7 @@ def _make_response_store(settings: Settings) -> ResponseStore:
 
 
 def _make_tracer() -> "Tracer | None":
-    """Return a tracer if OpenTelemetry is installed and its variables name a target, else None."""
+    """Return a tracer; None unless OpenTelemetry is installed and OTEL_* names a destination."""
     if not exports_traces():
         return None
     try:
@@ -351,7 +351,7 @@ def _make_tracer() -> "Tracer | None":
 
 @contextlib.asynccontextmanager
 async def _exporting(tracer: "Tracer | None") -> AsyncIterator[None]:
-    """Send traces while entered, and the remaining ones at exit."""
+    """Send traces during the `with` block, and those not sent by then at its end."""
     if tracer is None:
         yield
         return

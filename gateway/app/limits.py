@@ -22,12 +22,12 @@ def budget_bytes(settings: Settings, memory_bytes: int) -> int:
 
 
 def sized_prefixes(budget: Budget, memory_bytes: int) -> PrefixShare:
-    """Return the share of the shared prefix pool, sized by the machine's memory."""
+    """Return the share of the budget for a prefix pool that is sized by the machine's memory."""
     return PrefixShare(budget, prefix_share(memory_bytes), leaves_room=True)
 
 
 def prefix_share(memory_bytes: int) -> int:
-    """Return the most bytes of all prefix caches, even if models leave more."""
+    """Return the most bytes that all prefix caches may hold, even if models leave more free."""
     return max(int(PREFIX_SHARE * memory_bytes), LEAST_PREFIXES)
 
 

@@ -40,7 +40,7 @@ log = logs.get("loading")
 app_log = logs.get("app")  # readiness is an event of the whole app
 
 RETRY_S = 30.0  # seconds until a failed preload is retried
-LOAD_POLL_S = 0.5  # seconds until a model that is still loading is leased again
+LOAD_POLL_S = 0.5  # seconds between two tries to lease a model that is still loading
 _WARM_UP = SequenceParams(prompt=[0], max_tokens=2, sampling=Sampling(temperature=0), is_bare=True)
 
 
@@ -169,7 +169,7 @@ class Engines(Store, Offers, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ModelLoader:
-    """The loader for the model cache, which loads each model with a batcher."""
+    """Loads models for the model cache, each with its batcher."""
 
     settings: Settings
     engines: Engines
@@ -177,7 +177,7 @@ class ModelLoader:
     pool: ThreadPools
     arrivals: Arrivals
     budget: Budget
-    prefixes: PrefixShare  # for the prefix pool of all chat models without a separate one
+    prefixes: PrefixShare  # the share of chat models without a separate prefix pool
     pulls: Pulls
     kept: PrefixFiles
 
@@ -263,7 +263,7 @@ class ModelLoader:
             for note in engine.facts.notes:
                 log.warning("files_not_followed", model=spec.id, what=note)
             kv = engine.facts.kv_cost or KvCost(size.kv_token)
-            if kv.states:  # docs/performance.md says how many of them to allow for
+            if kv.states:  # docs/performance.md says how many states to allow for
                 log.info("prefix_states", model=spec.id, bytes=kv.states)
             # `size.kv` was estimated from the config, and may be many times too large.
             allowance = settings.kv_allowance_tokens
@@ -291,7 +291,7 @@ class ModelLoader:
                 kv=kv,
                 is_on=settings.self_test,
             )
-            await test.begin()  # takes about two seconds; the rest runs while the model is idle
+            await test.begin()  # takes about two seconds; the other tests run in idle time
             clear = partial(engine.step, StepPlan(clear_prefixes=True))
             with self.lane.health.shedding(clear), ThreadPools(self.pool) as pool:
                 batcher = GenerationBatcher(
@@ -334,7 +334,7 @@ class ModelLoader:
     async def _open_engine(
         self, steps: Generator[E | None], warm: Callable[[E], None]
     ) -> AsyncIterator[tuple[E, int]]:
-        """Load an engine and warm it up; yield it with its bytes. Close it at exit."""
+        """Load an engine, warm it up, and yield it with the bytes it holds. Close it at exit."""
         engine = await self._load(steps)
         try:
             async with self.lane.turn("load") as run:
@@ -371,14 +371,14 @@ def _next(steps: Generator[T | None]) -> T | None:
 
 @dataclass(slots=True)
 class Preload:
-    """A task that loads the models with `preload`, at the start and after each reload."""
+    """Loads the models that are marked `preload`, at the start and after each reload."""
 
     _settings: Settings
     _served: Served
     _models: ModelCache[Batcher]
     _engines: Engines
     has_reloaded: asyncio.Event = field(default_factory=asyncio.Event)  # set after each reload
-    is_done: asyncio.Event = field(default_factory=asyncio.Event)  # set once the gateway was ready
+    is_done: asyncio.Event = field(default_factory=asyncio.Event)  # set when first ready
     _has_tried: bool = False
 
     @property
@@ -404,10 +404,10 @@ class Preload:
             names, limit = self._served.catalog.preloaded(), self._settings.cache_max_models
             if len(names) > limit:
                 app_log.warning("preload_beyond_limit", models=list(names), cache_max_models=limit)
-            for spec in reversed(specs):  # the first are loaded last, and so evicted last
+            for spec in reversed(specs):  # those loaded last are evicted last
                 await self._load(spec)
             try:
-                # Import now, so that the first request does not have to wait for it.
+                # Import now, so that the first request does not have to wait for the imports.
                 await self._engines.import_for(self._served.catalog.specs)
             except Exception:  # callers get the error when they load the model
                 app_log.exception("import_failed")

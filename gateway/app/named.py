@@ -1,7 +1,7 @@
 """Reads the catalog of served models: those of models.yaml, those named in the settings, and those
 found on the disk. Also makes the client of the hub.
 
-The hub's client and mlx are imported only if a named model has no entry that tells its kind.
+The hub's client and mlx are imported only to find the kind of a model that no entry describes.
 """
 
 import os
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 def hub_of(settings: Settings, *, may_download: bool) -> "Hub":
-    """Return a client of the hub in the settings."""
+    """Return a client of the hub that the settings name."""
     from gateway.engine.hub import Hub
 
     return Hub(
@@ -103,8 +103,8 @@ def read_served(settings: Settings, *, may_pull: bool | None = None) -> Reading:
 def parse_name(text: str) -> Source | None:
     """Return the source of a model named in the settings; None for an id or a short name.
 
-    A path of an existing folder or GGUF file is a path. Any other name with a slash is a repository
-    of the hub. Raises ValueError for an invalid source.
+    A text that is also a path of a folder or GGUF file is taken as the path. Any other name with a
+    slash is a repository of the hub. Raises ValueError for an invalid source.
     """
     path = os.path.expanduser(text)
     if text.partition(":")[0] in SCHEMES:
@@ -135,7 +135,7 @@ def _find_kind(source: Source, model: str, settings: Settings, may_pull: bool | 
 
 
 def _discover(settings: Settings, given: Mapping[str, str]) -> tuple[Entries, dict[str, str]]:
-    """Return the entries of models found on the disk, and why others there are left out."""
+    """Return entries for the models found on the disk, and the reasons why some are left out."""
     if not settings.discover:
         return {}, {}
     from gateway.engine.discovery import discover

@@ -1,12 +1,12 @@
 """Saves prefix caches in files, so that they outlive a restart. Files are written while the gateway
-drains and when an admin asks, and are read while their model is loaded. Nothing else waits for the
-disk.
+drains and when an admin asks, and are read while a model is being loaded. Nothing else waits for
+the disk.
 
 A file's name consists of hashes of its model, of everything that the KV depends on, of the prompt's
 owner, and of the prompt. The file begins with an HMAC of its name and content, keyed with a secret
-of the folder. So a file that was changed, cut off or written by another program is not used.
+in the folder. So a file that was changed, cut off or written by another program is not used.
 
-One gateway at a time locks the folder. Another gateway with the same folder serves without it.
+One gateway at a time locks the folder. Another gateway with the same folder runs without its files.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ log = logs.get("kept_prefixes")
 SUFFIX, PART, SECRET, LOCK = ".kv", ".part-", "secret", "lock"
 HASH_BYTES: Final = 32
 MOST_BYTES: Final = 1 << 30  # most bytes of one file
-ROUNDS: Final = 10_000  # rounds of hashing an API key, which take 5 ms, against guessing keys
+ROUNDS: Final = 10_000  # rounds of hashing an API key: 5 ms, so that guessing keys is slow
 READ_S: Final = 10.0  # most seconds that reading files adds to a model's load
 DRAIN_S: Final = 2.0  # least seconds to save after a drain: supervisors wait 45 s in all
 
@@ -59,8 +59,8 @@ def lock(file: Path) -> int:
 
 
 def folder_secret(settings: Settings) -> bytes | None:
-    """Return the secret of the prefix folder, so that an image has the same ids after a restart;
-    None if there is no folder.
+    """Return the secret of the prefix folder; None if there is no folder. Ids of images are made
+    with it, so that an image has the same ids after a restart.
     """
     if settings.prefix_folder is None:
         return None
@@ -70,14 +70,14 @@ def folder_secret(settings: Settings) -> bytes | None:
 
 
 class PrefixFolder:
-    """The folder of one gateway's files, which only this user can read. Call it off the loop, since
-    the disk may be slow.
+    """The folder of one gateway's prefix files, which only the gateway's user can read. Call its
+    methods off the event loop, since the disk may be slow.
     """
 
     def __init__(self, folder: Path, limit: int, keys: Sequence[str]) -> None:
         """Open a folder, which is created if necessary, and lock it until `close`.
 
-        Raises SettingsInvalid for a folder that others may change, and BlockingIOError for one that
+        Raises SettingsInvalid for a folder that others may access, and BlockingIOError for one that
         another gateway has locked.
         """
         self._folder, self._limit = folder, limit
@@ -95,8 +95,8 @@ class PrefixFolder:
             raise SettingsInvalid([f"GATEWAY_PREFIX_FOLDER: {error}"]) from None
         # Each file's time of last use, in nanoseconds, and its bytes, by name.
         self.files = {name: (about.st_mtime_ns, about.st_size) for name, about in found}
-        # A hash of the owner, by cache salt. The salt of a key is its position in the settings, but
-        # its owner does not change when keys are reordered. All keys together own the empty salt.
+        # A hash of each owner, by cache salt. The salt of an API key is its position in the
+        # settings; the hash stays if keys are reordered. All keys together own the empty salt.
         self._owners = {"": self._hash_slowly("\0".join(sorted(keys)))}
         self._owners |= {f"key-{i}": self._hash_slowly(key) for i, key in enumerate(keys, 1)}
 
@@ -130,7 +130,7 @@ class PrefixFolder:
         return SettingsInvalid([f"GATEWAY_PREFIX_FOLDER={self._folder} {problem}"])
 
     def name(self, key: str, piece: PrefixPiece) -> str:
-        """Return the name of a piece's file."""
+        """Return the name of the file for a piece of a model's cached KV."""
         digest = self._hash(str((len(piece.own), piece.tokens)).encode())
         return f"{key}-{self._owners[piece.salt]}-{digest.hex()[:32]}{SUFFIX}"
 
@@ -158,7 +158,7 @@ class PrefixFolder:
         return content
 
     def touch(self, name: str, at: int) -> bool:
-        """Set a file's time of last use, in nanoseconds. Return False if it must be written."""
+        """Set a file's time of last use, in nanoseconds. Return False if it has to be written."""
         if name in self._unread:
             return False
         with contextlib.suppress(KeyError, FileNotFoundError):  # somebody may have deleted it
@@ -169,7 +169,7 @@ class PrefixFolder:
         return False
 
     def write(self, name: str, content: bytes, at: int, since: int) -> None:
-        """Write a file with this time of last use. Delete the least recently used files to make
+        """Write a file that was last used at `at`. Delete the least recently used files to make
         room, but none used after `since`. Raises OSError, also if there is not enough room.
         """
         size = HASH_BYTES + len(content)
@@ -235,7 +235,7 @@ class PrefixFiles:
                 self._lack = "Another gateway has GATEWAY_PREFIX_FOLDER: this one saves no files."
                 log.warning("prefix_folder_taken", folder=str(folder), hint=self._lack)
         self._lane = lane
-        self._keys: dict[tuple[GenerationBatcher, int], str] = {}  # keys by model and adapter
+        self._keys: dict[tuple[GenerationBatcher, int], str] = {}  # by model and adapter
         self._saving = asyncio.Lock()
 
     def close(self) -> None:
@@ -262,8 +262,8 @@ class PrefixFiles:
     async def of(
         self, model: str, batcher: GenerationBatcher, key: str, adapter: int = 0
     ) -> AsyncIterator[None]:
-        """Read a model's files, and have `save` write them while entered. A model that is split
-        over several ranks has no files.
+        """Read a model's files, and have `save` write them during the `with` block. A model that is
+        split over several ranks has no files.
         """
         if self.folder is None:
             yield
@@ -293,7 +293,7 @@ class PrefixFiles:
                 for name, salt in names.items():
                     try:
                         if salt is None:
-                            raise ValueError("its weights, settings, versions or key differ")
+                            raise ValueError("saved with other weights, settings, versions or keys")
                         content = await run_in_daemon_thread(folder.read, name)
                         async with self._lane.turn("load") as run:
                             has_room = await run(prefixes.put_piece, adapter, salt, content)
@@ -325,7 +325,7 @@ class PrefixFiles:
         try:
             async with asyncio.timeout(seconds), self._saving:
                 used = [used for used, _ in tuple(folder.files.values())]
-                # Later than the times of all files, even if the clock was set back.
+                # `since` is later than the times of all files, even if the clock was set back.
                 since = max([time.time_ns(), *used]) + 1
                 for (batcher, adapter), key in tuple(self._keys.items()):
                     if batcher.engine.prefixes is not None:

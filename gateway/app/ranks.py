@@ -31,7 +31,7 @@ class RankEngines(Engines, Protocol):
     async def generation(
         self, spec: ChatSpec, files: Path, led: Setup | None = None
     ) -> Generator[GenerationEngine | None]:
-        """Load as any `Engines` do or, with rank 0's setup as `led`, load this rank's share."""
+        """Load as other `Engines` do or, if rank 0's setup is given as `led`, this rank's share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ def leading(group: RankGroup) -> Iterator[Ranks]:
 
 
 def follow_rank_0(settings: Settings, group: RankGroup, engines: RankEngines) -> None:
-    """Make the calls that rank 0 sends, until it ends the group. Raises SettingsInvalid."""
+    """Make the engine calls that rank 0 sends, until it ends the group. Raises SettingsInvalid."""
     invitation = share_bytes(group, b"")
     if not invitation:
         raise SettingsInvalid(["rank 0 did not start: see its log"])
@@ -95,7 +95,7 @@ def follow_rank_0(settings: Settings, group: RankGroup, engines: RankEngines) ->
 
 
 def describe(spec: ChatSpec) -> str:
-    """Return a digest of the keys with which a model is loaded. It must be equal on every rank."""
+    """Return a digest of the spec's keys that affect loading. It must be equal on every rank."""
     said = sorted(spec.loaded_with().items())  # no paths, since they may differ between ranks
     return hashlib.sha256(repr(said).encode()).hexdigest()
 

@@ -44,9 +44,9 @@ def most_connections() -> int:
 
 
 class Listener(socket.socket):
-    """A listening socket whose queue is longer than asyncio thinks.
+    """A listening socket whose queue is longer than the backlog that asyncio is given.
 
-    asyncio accepts up to `backlog` connections in one iteration of the loop. It gets a small
+    asyncio accepts up to `backlog` connections in one iteration of the loop. It is given a small
     backlog, while the kernel's queue has BACKLOG places.
     """
 
@@ -120,8 +120,8 @@ class Connection(TCPServer):
 
     # Hypercorn keeps a connection that its client closed between two requests until the keep-alive
     # time is over. Each takes a descriptor and three tasks, so clients that open a connection per
-    # request would use up the descriptors within a minute. Hypercorn keeps a connection whose
-    # client has stopped reading forever.
+    # request would use up the descriptors within a minute. If a client stops reading,
+    # Hypercorn even keeps the connection forever.
     last_bytes_s = 30.0  # seconds in which the client must read the last bytes at closing
     tls: ssl.SSLContext | None = None
     crowd = Crowd()
@@ -182,15 +182,15 @@ class Connection(TCPServer):
             await super()._idle_timeout()
 
     async def _close(self) -> None:
-        async with asyncio.timeout(self.last_bytes_s) as limit:  # `_close` swallows CancelledError
+        async with asyncio.timeout(self.last_bytes_s) as limit:  # super's swallows CancelledError
             await super()._close()
         if limit.expired():
             self.writer.transport.abort()
 
 
 def make_exception_handler() -> Callable[[asyncio.AbstractEventLoop, dict[str, Any]], None]:
-    """Return a loop's exception handler that logs at most once in ACCEPT_LOG_S that no descriptor
-    is left to accept connections. asyncio would log it for every place of the backlog.
+    """Return a loop's exception handler. If no descriptor is left to accept connections, it logs so
+    at most once in ACCEPT_LOG_S; asyncio would log it for every place of the backlog.
     """
     last = -math.inf
 

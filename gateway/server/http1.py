@@ -15,7 +15,7 @@ from hypercorn.protocol.http_stream import ASGIHTTPState, HTTPStream
 from gateway.errors import BadRequest, GatewayError, HeadTooLarge, VersionNotSupported
 
 LONG_READ = 16 * 1024
-MOST_AHEAD = 256 * 1024  # most bytes after a request that a client may send before its response
+MOST_AHEAD = 256 * 1024  # most bytes that a client may send ahead of the response to a request
 MOST_UNREAD = 256 * 1024  # unread bytes of a body above which the connection is not read
 LAST_CHUNK = b"0\r\n\r\n"
 # A bare LF, or a folded line, which continues the line before it.
@@ -27,8 +27,8 @@ class Stream(HTTPStream):
 
     Hypercorn 0.18 has a queue of ten messages for the part of a body that the app has not read. It
     doesn't read the connection while the queue is full, so if the app responds without reading
-    (401), the connection waits forever. Here, adding to the buffer never waits. Its size is
-    bounded, since the connection is read only while there is room.
+    (401), the connection waits forever. Here, adding to the buffer never waits. The buffer's
+    size is bounded, since the connection is read only while there is room.
     """
 
     def __init__(self, app: Any, *args: Any) -> None:
@@ -126,8 +126,8 @@ class _NoWaiting:
 class Http1(H11Protocol):
     """HTTP/1.1 that notices when its client disconnects, and accepts only unambiguous framing.
 
-    It refuses a request if a proxy might see its end elsewhere (RFC 9112), and closes the
-    connection.
+    If a proxy might see the end of a request elsewhere (RFC 9112), it refuses the request and
+    closes the connection.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -177,7 +177,7 @@ class Http1(H11Protocol):
         self._check_body_end(data)
         if isinstance(self.stream, Stream):
             await self.stream.wait_for_room()
-        if len(data) > LONG_READ:  # it may have had many small chunks: let other tasks run
+        if len(data) > LONG_READ:  # maybe of many small chunks: let other tasks run
             await asyncio.sleep(0)
 
     def _is_clear(self, data: bytes) -> bool:
@@ -209,7 +209,7 @@ class Http1(H11Protocol):
             # The client uses HTTP/2 with prior knowledge.
             await self._refuse(VersionNotSupported())
         elif b"transfer-encoding" in names and (b"content-length" in names or is_old):
-            # The body has two lengths, or one that HTTP/1.0 does not know (RFC 9112, 6.1).
+            # The body has two lengths, or chunks, which HTTP/1.0 does not have (RFC 9112, 6.1).
             await self._refuse(
                 BadRequest(
                     "Send a body with Content-Length or, in HTTP/1.1, with Transfer-Encoding, but "
