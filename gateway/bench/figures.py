@@ -1,4 +1,4 @@
-"""Answers → rates and percentiles, without clock or I/O. Times are in seconds."""
+"""Computes rates and percentiles from answers; reads no clock. Times are in seconds."""
 
 import math
 from collections import Counter
@@ -45,7 +45,7 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Percentiles by the nearest-rank method, so each is a measured value, in seconds."""
+    """Percentiles of times, in seconds. By the nearest-rank method, each is a measured time."""
 
     p50: float
     p95: float
@@ -63,7 +63,7 @@ class Figures:
     requests_per_s: float
     units_per_s: float
     latency: Spread | None
-    first: Spread | None
+    first: Spread | None  # times from the request to a stream's first piece
     errors: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -95,9 +95,9 @@ def measure(answers: Sequence[Answer], window: Window) -> Figures:
 
 
 def _units_inside(answer: Answer, window: Window) -> float:
-    # Counting whole answers would be coarse: they may take longer than the window, or end all at
-    # once. A stream's tokens count if they arrived inside the window. Other answers count by the
-    # share of their time inside it.
+    # Counting whole answers would be coarse: they may take longer than the window, or all end at
+    # once. So a stream's tokens count if they arrived inside the window. Any other answer counts by
+    # the share of its time that is inside the window.
     if answer.arrivals:
         inside = sum(moment in window for moment in answer.arrivals)
         return answer.units * inside / len(answer.arrivals)

@@ -1,4 +1,4 @@
-"""N clients, each sending its next request once it is answered. The only module here with HTTP."""
+"""Runs N clients, each of which sends a request once its last is answered. Only this uses HTTP."""
 
 import asyncio
 import time
@@ -21,7 +21,7 @@ from gateway.bench.requests import (
 
 now = time.perf_counter
 PAUSE_S = 0.1  # seconds to wait after an error: a client that is refused at once would spin
-# Subclasses come before their bases.
+# The first class that an error belongs to names it: subclasses come before their bases.
 _NAMES: Sequence[tuple[type[Exception], str]] = (
     (TimeoutError, "timed out"),
     (aiohttp.ClientConnectorError, "cannot connect"),
@@ -65,7 +65,7 @@ class Peer:
         await self._session.close()
 
     async def ask(self, ask: Ask) -> Answer:
-        """Send one request and count the units of its answer. Failures become its `error`."""
+        """Send one request and count its answer's units. A failure becomes the answer's `error`."""
         arrivals: list[float] = []
         started = now()
         try:
@@ -99,7 +99,7 @@ async def _read(
     except orjson.JSONDecodeError:
         raise WrongAnswer("answer is not JSON") from None
     if not isinstance(answer, dict):
-        raise WrongAnswer("answer has another shape")
+        raise WrongAnswer("answer is not an object")
     return answer
 
 
@@ -107,7 +107,7 @@ def _count_units(ask: Ask, answer: Any) -> int:
     try:
         return ask.count(answer)
     except (AttributeError, KeyError, IndexError, TypeError):
-        raise WrongAnswer("answer has another shape") from None
+        raise WrongAnswer("answer has missing or wrong fields") from None
 
 
 def _refusal(status: int, body: bytes) -> str:
@@ -124,13 +124,13 @@ def name_connection_error(error: Exception) -> str:
 async def run_closed_loop(
     peer: Peer, loads: Sequence[Load], *, warmup_s: float, duration_s: float
 ) -> list[Figures]:
-    """Run several loads at once and return the figures of each, after the warm-up."""
+    """Run several loads at once and return the figures of each, measured after the warm-up."""
     start = now() + warmup_s
     window = Window(start, start + duration_s)
 
     async def client(workload: Workload) -> list[Answer]:
         answers = []
-        # Answers under way at the window's end are awaited: their part inside it counts.
+        # Answers under way at the window's end are awaited: their part inside the window counts.
         while now() < window.end:
             answers.append(await peer.ask(workload.next()))
             if answers[-1].error is not None:

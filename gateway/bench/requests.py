@@ -1,6 +1,6 @@
 """Builds the requests of each kind of work, and reads and counts their answers, streamed or not.
 
-The same seed makes the same texts. All texts of a seed differ, so that no cache helps.
+The same seed makes the same texts. All texts of a seed differ, so that no server can cache them.
 """
 
 import math
@@ -32,7 +32,7 @@ class Kind(StrEnum):
 
 
 class WrongAnswer(Exception):
-    """The error for an answer that does not fit its request. Errors are counted by its text."""
+    """Raised for an answer that does not fit its request. Errors are counted by their messages."""
 
 
 class Texts:
@@ -55,7 +55,9 @@ class Texts:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request. `count` returns the units of its answer, or raises WrongAnswer."""
+    """One request. `count` returns how many vectors, pairs or tokens an answer to it has, or raises
+    WrongAnswer.
+    """
 
     path: str
     body: bytes
@@ -94,7 +96,7 @@ def rerank(model: str, query: str, documents: Sequence[str]) -> Ask:
     def count_pairs(answer: Any) -> int:
         scores = {item["index"]: item["relevance_score"] for item in answer["results"]}
         if sorted(scores) != list(range(len(documents))):
-            raise WrongAnswer("wrong documents")
+            raise WrongAnswer("not one score for each document")
         if not all(math.isfinite(score) for score in scores.values()):
             raise WrongAnswer("score is not finite")
         return len(documents)
@@ -162,7 +164,7 @@ class Transcript:
         except orjson.JSONDecodeError:
             raise WrongAnswer("event is not JSON") from None
         except (AttributeError, TypeError):
-            raise WrongAnswer("event has another shape") from None
+            raise WrongAnswer("event is not a chat completion chunk") from None
         has_text = len(self._content) + len(self._reasoning) > before
         self._pieces += has_text
         return has_text
@@ -192,5 +194,5 @@ class Transcript:
 def name_error(error: Any) -> str:
     """Return the name of an OpenAI error object: its code, or else its type."""
     if not isinstance(error, dict):
-        return "of no shape"
+        return "without an error object"
     return str(error.get("code") or error.get("type") or "without a code")

@@ -1,9 +1,9 @@
 """The command line. Each command is a function of the same name.
 
-serve      the gateway itself, until it is stopped
+serve      runs the gateway until it is stopped
 models     check, config, init, models, pull and schema: models.yaml, and the files of its models
 recommend  models recommend: the models of the catalogue that fit a machine
-doctor     checks the machine, running mlx in a separate process, or with --engine the models
+doctor     checks the machine (mlx runs in a separate process) or, with --engine, the models
 bench      measures a server
 launch     runs a tool, such as Claude Code, on a gateway; connect prints its setup
 agents     the coding agents and tools that launch and connect know, and their setups
@@ -11,8 +11,9 @@ gateways   finds the running gateway for a tool, or starts one
 terminal   options that several commands share, and tables
 lazy       modules that are imported at their first use, such as mlx
 
-Only `serve`, `doctor --engine` and, for this machine, `models recommend` import mlx. Exit status: 1
-if something cannot be served, downloaded or answered, 2 for wrong usage or settings.
+mlx is imported only by `serve`, `doctor --engine`, and `models recommend` without --memory. The
+exit status is 1 if something cannot be served, downloaded or answered, 2 for wrong usage or
+settings.
 """
 
 import contextlib
@@ -54,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (RegistryInvalid, GatewayError) as error:
         fail(error)
     except OSError as error:
-        # tempfile's error for unusable folders has the errno of a missing file, so its text counts.
+        # tempfile's error for bad folders has the errno of a missing file: only its text differs.
         if error.errno != errno.ENOSPC and "temporary directory" not in str(error):
             raise
         fail(error)
@@ -62,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _share_blas() -> None:
     """Copy GATEWAY_BLAS from .env to the environment."""
-    # The variable is read before the settings are, and by processes that commands start.
+    # GATEWAY_BLAS is used before the settings are read, and by the processes that commands start.
     name = variable("blas")
     with contextlib.suppress(UnicodeDecodeError):  # an error is reported when the settings are read
         text, _ = origin(name)

@@ -29,12 +29,12 @@ class Service:
     model: str
     small_model: str
     context: int | None  # None: not known, which only tools without a `least_context` accept
-    folder: str = FOLDER  # the folder of a setup's files
-    modalities: Sequence[str] = ("text",)  # kinds of the model's inputs
+    folder: str = FOLDER  # the folder that a setup's files are written to
+    modalities: Sequence[str] = ("text",)  # the kinds of input that the model reads
 
     @property
     def answer(self) -> int:
-        """Return the most tokens of an answer. The rest of the context is for the prompt."""
+        """Return the most tokens for an answer. The rest of the context is for the prompt."""
         return (self.context or AGENT_CONTEXT) // 4
 
 
@@ -43,14 +43,14 @@ class Setup:
     """The changes that make a tool use a service."""
 
     variables: Mapping[str, str | None] = field(default_factory=dict)  # None unsets a variable
-    lines: Mapping[str, str] = field(default_factory=dict)  # put before a variable's old value
+    lines: Mapping[str, str] = field(default_factory=dict)  # a line put before a variable's value
     arguments: Sequence[str] = ()  # put before the user's arguments
     files: Mapping[str, str] = field(default_factory=dict)  # text by name, in the service's folder
 
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A program, and its setup for a gateway."""
+    """A coding agent or other program, and how it is set up to use a gateway."""
 
     command: str
     install: str
@@ -61,7 +61,7 @@ class Tool:
     def environment(
         self, setup: Setup, key: str | None, around: Mapping[str, str]
     ) -> dict[str, str]:
-        """Return the variables to run the tool with, without the gateway's own keys."""
+        """Return the environment that the tool runs in. The gateway's own keys are left out."""
         outer = {name: value for name, value in around.items() if name.upper() not in _OWN_KEYS}
         variables = {**outer, **setup.variables, self.key: key or NO_KEY}
         for name, line in setup.lines.items():
@@ -92,7 +92,7 @@ class Tool:
 
 
 def _claude(service: Service) -> Setup:
-    # A session repeats its images in all later requests. Without this, they would be refused.
+    # A session repeats its images in all later requests. Without this header, those are refused.
     headers = {"ANTHROPIC_CUSTOM_HEADERS": "x-gateway-leave-out-images: true"}
     return Setup(
         lines={} if "image" in service.modalities else headers,
@@ -232,12 +232,12 @@ def _qwen(service: Service) -> Setup:
 
 
 def _pi(service: Service) -> Setup:
-    # Pi is set up by an extension: it reads models.json only from the folder of user sessions.
+    # Pi is set up by an extension, since Pi reads models.json only beside the user's sessions.
     model: dict[str, Any] = {"id": service.model, "name": service.model, "reasoning": False}
     model |= {"contextWindow": service.context, "maxTokens": service.answer, "input": ["text"]}
     model["cost"] = dict.fromkeys(("input", "output", "cacheRead", "cacheWrite"), 0)
     about = {"baseUrl": f"{service.url}/v1", "api": "openai-completions", "models": [model]}
-    about["apiKey"] = "$MLX_GATEWAY_KEY"  # expanded by 0.77 and later
+    about["apiKey"] = "$MLX_GATEWAY_KEY"  # Pi 0.77 and later expand the variable
     code = f"export default (pi) => pi.registerProvider('mlx-gateway', {json.dumps(about)});"
     arguments = ["-e", f"{service.folder}/mlx.mjs", "--provider", "mlx-gateway"]
     return Setup(arguments=[*arguments, "--model", service.model], files={"mlx.mjs": code})
@@ -249,7 +249,7 @@ def _continue(service: Service) -> Setup:
         "provider": "openai",
         "model": service.model,
         "apiBase": f"{service.url}/v1",
-        "apiKey": "${{ secrets.MLX_GATEWAY_KEY }}",  # 1.5.47 finds this key in the environment
+        "apiKey": "${{ secrets.MLX_GATEWAY_KEY }}",  # cn 1.5.47 finds this key in the environment
         "capabilities": ["tool_use"],
     }
     limits = {"contextLength": service.context, "maxTokens": service.answer}
@@ -267,7 +267,7 @@ def _cline(service: Service) -> Setup:
     providers = {"version": 1, "lastUsedProvider": name, "providers": {name: about}}
     variables = {
         "CLINE_PROVIDER_SETTINGS_PATH": f"{service.folder}/providers.json",
-        # Cline 3.0.65 would leave a process running, and later sessions would use this provider.
+        # Otherwise Cline 3.0.65 leaves a process running, and later sessions use this provider.
         "CLINE_SESSION_BACKEND_MODE": "local",
     }
     return Setup(variables, files={"providers.json": json.dumps(providers)})
@@ -300,7 +300,7 @@ TOOLS: Final[Mapping[str, Tool]] = {tool.command: tool for tool in _TABLE}
 
 
 class NoModel(Exception):
-    """The error if no model, or not the requested one, can be used. It says how to go on."""
+    """Raised if no model, or not the requested one, can be used. Its message says how to go on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,7 +312,7 @@ class Offer:
     kind: str
     context: int | None = None
     modalities: Sequence[str] = ("text",)
-    lack: str = "it is not on disk, so its context is not known"  # the reason if `context` is None
+    lack: str = "it is not on disk, so its context is not known"  # why `context` is None
     can_pull: bool = True  # whether `mlx-gateway pull` may download its files
 
 
@@ -341,7 +341,9 @@ def choose(
 
 
 def _commands(offers: Sequence[Offer], tool: Tool, file: Path | None) -> list[str]:
-    """Return commands that run the tool with the first model that suits, or may once pulled."""
+    """Return commands that run the tool with the first model that suits it, or may suit it once
+    downloaded.
+    """
     option = "" if file is None else f" --models {shlex.quote(str(file))}"
     for offer in offers:
         launch = f"  mlx-gateway launch {tool.command}{option} --model {shlex.quote(offer.name)}"

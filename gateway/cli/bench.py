@@ -1,4 +1,4 @@
-"""`mlx-gateway bench`: measures a server's rates with several numbers of clients."""
+"""`mlx-gateway bench`: measures a server's speed with one, several and many clients at once."""
 
 import asyncio
 import json
@@ -41,7 +41,7 @@ def bench(
     url: str = typer.Option(URL, help="Address of the server, any OpenAI-compatible one."),
     model: str | None = typer.Option(None, help="The model to ask.", show_default="by kind"),
     api_key: str | None = typer.Option(None, envvar=KEYS, help="API key of the server."),
-    concurrency: str = typer.Option("1,8,32", metavar=NUMBERS, help="Clients at once, per run."),
+    concurrency: str = typer.Option("1,8,32", metavar=NUMBERS, help="Clients at once in each run."),
     duration: float = typer.Option(10, min=0.1, help="Seconds to measure each number of clients."),
     warmup: float = typer.Option(2, min=0, help="Seconds of load before each measurement."),
     texts: int | None = typer.Option(None, min=1, help="Texts a request.", show_default="by kind"),
@@ -139,7 +139,9 @@ def _milliseconds(spread: "Spread | None", *names: str) -> list[str]:
 
 
 def describe_problems(measured: "Measured") -> Iterator[str]:
-    """Yield lines below the table: errors by name, and counts of clients without any result."""
+    """Yield the lines below the table: how often each error came, and which numbers of clients had
+    no result.
+    """
     for clients, figures in measured:
         for name, number in sorted(figures.errors.items()):
             yield f"{clients} clients: {number} × {name}"

@@ -62,11 +62,11 @@ def doctor(
     engine: bool = typer.Option(False, "--engine", help="Test the engine: about a minute."),
     model: list[str] = typer.Option((), help="A model to test.", show_default="one per kind"),
     as_json: bool = typer.Option(False, "--json", help="Print JSON, for a bug report."),
-    report: bool = typer.Option(False, "--report", help="Test it; print JSON to paste."),
+    report: bool = typer.Option(False, "--report", help="Test the engine; print JSON to paste."),
 ) -> None:
     """Check whether this machine can serve, with advice; or, with --engine, test the engine.
 
-    The exit status is 1 if it cannot serve, or if a test of the engine fails.
+    The exit status is 1 if this machine cannot serve, or if a test of the engine fails.
     """
     if engine or report:
         settings = load_settings({"models": models})
@@ -80,7 +80,7 @@ def doctor(
         has_passed = checked.has_passed
     else:
         if model or as_json:
-            raise typer.BadParameter("it goes with --engine", param_hint="--model / --json")
+            raise typer.BadParameter("these need --engine", param_hint="--model / --json")
         findings = list(_check_machine(models))
         show(("Check", "State", "What to do"), [(f.check, f.state, f.message) for f in findings])
         has_passed = all(finding.state != "fail" for finding in findings)
@@ -127,7 +127,7 @@ def choose(specs: Iterable[ModelSpec], is_here: Callable[[ModelSpec], bool]) -> 
 
 def check_model_files(spec: ModelSpec, settings: Settings) -> Finding | None:
     """Return why a model cannot be checked, with the remedy; None if its files are on disk."""
-    # An adapter is only run by its base model.
+    # An adapter only runs together with its base model.
     if isinstance(spec, ChatSpec) and spec.base is not None:
         command = f"mlx-gateway doctor --engine --model {spec.base}"
         return Finding("files", "skip", f"an adapter is tested by its base. Run: {command}")
@@ -204,7 +204,7 @@ def _check_models(
 
 
 class MlxBroken(Exception):
-    """The error if mlx does not work here. Its text is mlx's error, or how the process ended."""
+    """Raised if mlx does not work here. The message is mlx's error, or how the process ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +214,7 @@ class Probe:
     device: str
     # The bytes that all models together may hold.
     limit_bytes: int
-    # The bytes of each model, or its problem; None if it is not on disk.
+    # The bytes that each model would hold, or the error about its files; None if it has none here.
     sizes: Mapping[str, int | str | None]
     # The most tokens of a prompt that fit into each model's prefix cache; None if unknown.
     kept: Mapping[str, int | None]
@@ -223,9 +223,9 @@ class Probe:
     # The library that multiplies matrices on a CPU, and advice if it is slow.
     blas: str
     blas_hint: str | None
-    # The speed of the device.
+    # The speed at which the device multiplies matrices.
     gflops: float
-    # The folder of each kind of content, which may not exist yet.
+    # The folder of each kind of content. A folder may not exist yet.
     folders: Mapping[str, str]
 
 
@@ -287,7 +287,9 @@ def probe() -> None:
 
 
 def _size(spec: ModelSpec, engines: "MlxEngines", hub: "Hub") -> int | str | None:
-    """Return the bytes that a model would hold, or its problem; None if it is not on disk."""
+    """Return the bytes that a model would hold, or the error about its files; None if there are no
+    files on disk.
+    """
     try:
         folder = lazy.hub.on_disk(spec, hub)
         if folder is None:

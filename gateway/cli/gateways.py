@@ -29,14 +29,14 @@ from gateway.settings import Settings, with_port
 ASK_S = 5  # seconds for an answer that needs no model
 POLL_S = 0.1
 STOP_S = 15  # seconds after the drain until a gateway that does not end is killed
-LAST_LINES = 5  # the last lines of its log that are shown if a gateway has ended
+LAST_LINES = 5  # how many lines of a gateway's log are shown if it has ended
 
 # No proxy is used: the environment's proxy would get even the requests to this machine.
 _DIRECTLY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class NoGateway(Exception):
-    """The error if no gateway can be used. Its text gives the reason and the next step."""
+    """Raised if no gateway can be used. The message gives the reason and the next step."""
 
 
 def first_key(settings: Settings) -> str | None:
@@ -66,7 +66,7 @@ def find(settings: Settings) -> str | None:
 
 
 def list_offers(url: str, settings: Settings, catalog: Catalog) -> list[Offer]:
-    """Return the models that a running gateway offers. Raises NoGateway if it does not say."""
+    """Return the models that a running gateway offers. Raises NoGateway if it lists none."""
     status, answer = _ask(url, "/v1/models", first_key(settings))
     if status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
         raise NoGateway(f"{url} refuses us ({status}). Set GATEWAY_API_KEYS to one of its keys.")
@@ -74,7 +74,7 @@ def list_offers(url: str, settings: Settings, catalog: Catalog) -> list[Offer]:
         raise NoGateway(f"{url}/v1/models does not list its models (status {status}).")
     offers = []
     for model in answer["data"]:
-        # Both are null for a model that is not on the gateway's disk.
+        # Both fields are null for a model that is not on the gateway's disk.
         context, modalities = model.get("max_model_len"), model.get("input_modalities")
         offer = Offer(model["id"], model["root"], model["kind"], context, modalities or ("text",))
         spec = catalog.by_id(offer.id)
@@ -95,8 +95,8 @@ def catalog_offers(catalog: Catalog, settings: Settings) -> list[Offer]:
 
 
 def _explain(offer: Offer, spec: ModelSpec | None, *, is_here: bool) -> Offer:
-    """Return an offer with the reason to give if its context is not known. `is_here`: the model's
-    files are on the gateway's disk.
+    """Return an offer with `lack`: the reason that is shown if the model's context is not known.
+    `is_here`: the model's files are on the gateway's disk.
 
     `spec` is None for a model that a running gateway has and these settings do not.
     """
@@ -119,7 +119,7 @@ def kept_tokens(model: str, catalog: Catalog, settings: Settings) -> int | None:
     try:
         files = lazy.hub.on_disk(whole, lazy.hub_of(settings, may_download=False))
         return None if files is None else lazy.count_kept(whole, files, settings)
-    except (GatewayError, ValueError):  # the load will report the error
+    except (GatewayError, ValueError):  # the error is reported when the model is loaded
         return None
 
 
@@ -156,7 +156,7 @@ class Started:
             )
 
     def wait_ready(self) -> None:
-        """Wait until the preloaded models are loaded. Raises NoGateway if it ends before that."""
+        """Wait until the gateway has preloaded its models. Raises NoGateway if it ends first."""
         while not self.url or _ask(self.url, "/ready")[0] != HTTPStatus.OK:
             self.require_alive()
             match = re.search(r'"url":"([^"]+)"', self._log.read_text(errors="replace"))
@@ -165,7 +165,7 @@ class Started:
             time.sleep(POLL_S)
 
     def require_alive(self) -> None:
-        """Raise NoGateway, with the last lines of its log, if the gateway has ended."""
+        """Raise NoGateway, with the last lines of the gateway's log, if the gateway has ended."""
         status = self._process.poll()
         if status is not None:
             lines = self._log.read_text(errors="replace").splitlines()[-LAST_LINES:]
@@ -197,7 +197,7 @@ def started(
     if settings.tls_cert:
         raise NoGateway(
             f"No gateway answers at {address(settings)}, and clients would not trust a new one "
-            "with this certificate. Run `mlx-gateway serve` at the address that it is for."
+            "with this certificate. Run `mlx-gateway serve` at the certificate's address."
         )
     with contextlib.ExitStack() as stack:
         # Signals are deferred: an exception here would leave the process or the folder behind.

@@ -35,7 +35,8 @@ from gateway.registry import read_short_names, source_id
 from gateway.settings import Settings, load_settings, origin, variable
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-FROM_KEYS = (signal.SIGINT, signal.SIGQUIT)  # a terminal sends these to the tool, too
+# Ctrl-C and Ctrl-\: the terminal sends them to the tool as well as to this process.
+FROM_KEYS = (signal.SIGINT, signal.SIGQUIT)
 
 ToolName: TypeAlias = Annotated[str, typer.Argument(help=f"One of {', '.join(TOOLS)}.")]
 Model: TypeAlias = Annotated[
@@ -109,15 +110,15 @@ def connect(
 
 
 def _read_tool(name: str) -> Tool:
-    """Return the tool with this name. Raises BadParameter, with the names of all tools."""
+    """Return the tool with this name. If there is none, raise BadParameter, listing all tools."""
     if name not in TOOLS:
         raise typer.BadParameter(f"{name!r} is not one of {', '.join(TOOLS)}", param_hint="TOOL")
     return TOOLS[name]
 
 
 def _find_gateway(settings: Settings, model: str | None) -> tuple[str | None, Settings, str | None]:
-    """Return the URL of the running gateway, settings, and the id of the named model, if any. If no
-    gateway runs, the URL is None, and the settings let a new one serve that model too.
+    """Return the running gateway's URL (None if no gateway runs), the settings, and the id or alias
+    of the model (None if none is named). A new gateway with these settings serves that model too.
     """
     url = find(settings)
     if model is None:
@@ -135,9 +136,10 @@ def _find_gateway(settings: Settings, model: str | None) -> tuple[str | None, Se
 def _choose_models(
     url: str | None, settings: Settings, tool: Tool, model: str | None, small_model: str | None
 ) -> Service:
-    """Choose a tool's models: from the gateway at this URL or, if it is None, from a new one's.
+    """Choose a tool's models among those of the gateway at `url` or, if `url` is None, among those
+    that a new gateway would serve.
 
-    Raises NoModel, and NoGateway if that gateway does not list its models.
+    Raises NoModel if none suits, NoGateway if the running gateway does not list its models.
     """
     catalog = load_served(settings)
     if url is None:
@@ -148,15 +150,15 @@ def _choose_models(
     large = choose(offers, model, tool, file)
     kept = kept_tokens(large.id, catalog, settings) if tool.least_context else None
     if kept is not None and large.context is not None and kept < large.context:
-        message = f"{large.name} can cache about {kept:,} of a prompt's {large.context:,} tokens"
-        print(f"{message}; the rest is processed again in each turn.", file=sys.stderr)
+        message = f"{large.name} caches about {kept:,} tokens of a prompt of {large.context:,}"
+        print(f"{message}; each request processes the rest again.", file=sys.stderr)
     small = large if small_model is None else choose(offers, small_model, tool, file)
     about = (large.name, small.name, large.context)
     return Service(url or address(settings) or "", *about, modalities=large.modalities)
 
 
 def _shown_key(settings: Settings, *, is_shown: bool) -> str:
-    """Return a word that a shell expands to the key: its variable, or the key itself if shown."""
+    """Return the shell's word for the API key: its variable or, if `is_shown`, the key itself."""
     key, name = first_key(settings), variable("api_keys")
     if key is None or is_shown:
         return shlex.quote(key or NO_KEY)
@@ -172,11 +174,11 @@ class Signals:
     def __init__(self) -> None:
         self.tool: subprocess.Popen[bytes] | None = None
         self._has_ended = False
-        self._early: list[int] | None = None  # deferred signals
+        self._early: list[int] | None = None  # signals to handle later; None: none are deferred
 
     @contextlib.contextmanager
     def handled(self) -> Iterator[None]:
-        """Handle signals inside the context, but not those that the process ignores."""
+        """Handle signals inside the context, except those that this process already ignored."""
         before = {number: signal.getsignal(number) for number in SIGNALS}
         handled = [number for number, handler in before.items() if handler is not signal.SIG_IGN]
         for number in handled:
@@ -199,7 +201,7 @@ class Signals:
                 self._handle(number, None)
 
     def start(self, command: Sequence[str], environment: Mapping[str, str]) -> int:
-        """Run the tool and return its status. Signals that come while it starts go to it, too."""
+        """Run the tool and return its status. Signals are passed on to it, even while it starts."""
         with self.deferred():
             self.tool = subprocess.Popen(command, env=environment)
         return self.tool.wait()
@@ -208,7 +210,7 @@ class Signals:
         if self._early is not None:
             self._early.append(number)
         elif self.tool is not None:
-            # A terminal sends its own signals to the tool as well.
+            # The terminal has already sent the signal of a key to the tool.
             if not (number in FROM_KEYS and _is_in_foreground()):
                 self.tool.send_signal(number)  # no effect once the tool has ended
         elif not self._has_ended:
@@ -217,7 +219,7 @@ class Signals:
 
 
 def _is_in_foreground() -> bool:
-    """Return True if this process is in the foreground of a terminal, whose keys signal it."""
+    """Return True if this process is in the foreground: a terminal's Ctrl-C is sent to it."""
     try:
         with open("/dev/tty", "rb", buffering=0) as terminal:
             return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
@@ -253,4 +255,4 @@ def _run(
             (Path(folder) / name).write_text(text, encoding="utf-8")
         environment = tool.environment(setup, first_key(settings), os.environ)
         status = signals.start([command[0], *setup.arguments, *command[1:]], environment)
-    return 128 - status if status < 0 else status  # a negative status is the signal that ended it
+    return 128 - status if status < 0 else status  # -2: signal 2 ended the tool

@@ -92,7 +92,9 @@ def config(
 
 
 def _of_models(reading: Reading) -> Iterator[tuple[str, str, str]]:
-    """Yield the set variables that models.yaml reads: for models' keys, and those in ${…}."""
+    """Yield the variables that are set and that models.yaml uses: those for keys of its models, and
+    those in ${…}.
+    """
     # The settings themselves are listed by `explain`.
     for name in sorted(reading.variables & variables().keys() - VARIABLES):
         value, source = origin(name)
@@ -220,7 +222,7 @@ def fetch(spec: ModelSpec, hub: "Hub") -> Path:
 @contextmanager
 def _progress(name: str, total: int, fetched: Callable[[], int]) -> Iterator[None]:
     """Show a progress bar on stderr, if that is a terminal."""
-    if not sys.stderr.isatty():  # a log would have a line for each step
+    if not sys.stderr.isatty():  # in a log, each step would be a line
         yield
         return
     progress = lazy.progress

@@ -28,24 +28,25 @@ GIB: Final = 1 << 30
 STEP: Final = 1024  # tokens: contexts are shortened in steps of this size
 LEAST_CONTEXT: Final = 4096  # tokens: with fewer, a model is of little use
 HALF: Final = 2  # bytes of a number in the KV cache
-# Metal recommends two thirds of a Mac's memory up to 32 GiB, three quarters above: 10922.67 MiB of
-# 16 GiB, 21845.34 of 32 and 49152 of 64, as https://github.com/ggml-org/llama.cpp/issues/2048, 5206
-# and 1870 print it. Newer macOS recommends more of 128 GiB: https://github.com/antirez/ds4/pull/893.
+# Metal recommends two thirds of a Mac's memory up to 32 GiB, three quarters above. Their logs show
+# 10922.67 MiB of 16 GiB, 21845.34 of 32 and 49152 of 64: https://github.com/ggml-org/llama.cpp,
+# issues 2048, 5206, 1870. Newer macOS recommends more of 128 GiB:
+# https://github.com/antirez/ds4/pull/893.
 SMALL_MAC: Final = 32 * GIB
-# Decoding a token reads its weights once, so the tokens a second of a single sequence are at most
-# the memory's bandwidth ÷ these bytes (measured in https://github.com/ggml-org/llama.cpp/pull/1642).
+# The bytes of weights that decoding one token reads. A single sequence gets at most the memory's
+# bandwidth ÷ these bytes in tokens a second (https://github.com/ggml-org/llama.cpp/pull/1642).
 SPEEDS: Final = ((2_000_000_000, "fast"), (8_000_000_000, "medium"))
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """The memory that a model takes, in parts, and its context."""
+    """The memory that a model takes, part by part, and the context that fits into it."""
 
     name: str
     kind: str
     weights_bytes: int
     context: int | None  # tokens: 0 for a model without KV, None for one that does not fit
-    is_whole: bool  # False: the context is cut
+    is_whole: bool  # False: only a part of the model's context fits
     kv_bytes: int
     prefix_bytes: int
     token_bytes: int  # bytes of weights read for each token
@@ -61,7 +62,7 @@ class Fit:
 
 
 def kv_cost(groups: Iterable[LayersKept]) -> "KvCost":
-    """Return the cost of a sequence's KV, with one layer in addition, as `measure_kv` counts it."""
+    """Return the cost of a sequence's KV as `measure_kv` counts it: one layer more of each kind."""
     tokens, states, windows = [0], [0], []
     for group in groups:
         width = group.latent_dim or 2 * group.kv_heads * group.head_dim
@@ -115,7 +116,7 @@ def fit(name: str, kind: str, facts: Facts, memory_bytes: int, settings: Setting
 
 
 def fits(memory_bytes: int, settings: Settings) -> Iterator[Fit]:
-    """Yield the fit of each model of a known size, the largest first."""
+    """Yield the fit of each model of a known size, by kind, the largest model first."""
     known = [fit(*model, memory_bytes, settings) for model in read_facts()]
     yield from sorted(filter(None, known), key=lambda fit: (fit.kind, -fit.weights_bytes))
 
@@ -126,7 +127,7 @@ def working_set(machine_bytes: int) -> int:
 
 
 def _read_memory(text: str) -> int:
-    """Read 64GB, 64 GiB or 64: all are GiB, as Macs are sold."""
+    """Read a size such as 64GB, 64 GiB or 64. All mean GiB, since a Mac's 64 GB are 64 GiB."""
     match = re.fullmatch(r"(\d{1,5}) *(?:GB|GiB|G)?", text.strip(), re.IGNORECASE)
     if match is None or not int(match[1]):
         raise typer.BadParameter(f"{text!r} is not a size such as 64GB", param_hint="--memory")
@@ -145,7 +146,7 @@ def recommend(
         memory_bytes = lazy.device.memory_bytes(lazy.device.choose_device(settings.device))
     else:
         memory_bytes = working_set(_read_memory(memory))
-        settings = settings.model_copy(update={"cache_max_bytes": None})  # set for this machine
+        settings = settings.model_copy(update={"cache_max_bytes": None})  # a limit of this machine
     budget = human_bytes(lazy.limits.budget_bytes(settings, memory_bytes))
     columns = ("Model", "Kind", "Weights", "Context", "KV", "Kept prompts", "In all")
     found = [_row(fit) for fit in fits(memory_bytes, settings) if fit.context is not None]

@@ -52,7 +52,7 @@ def serve(
     port: Port = None,
 ) -> None:
     """Serve the models of the models file, or those that are named, until Ctrl-C or SIGTERM."""
-    # SIGHUP would end the process as long as it has no handler, so it is blocked until then.
+    # SIGHUP would end the process until `run` sets a handler, so it is blocked until then.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     settings = load_settings(flags_of(models, names, discover=discover, host=host, port=port))
     require_machine(settings)
@@ -65,10 +65,10 @@ def serve(
         log.warning("settings_note", note=note)
     if settings.serve:  # the start fails if a named model cannot be downloaded
         fetch_preloaded(settings, reading.catalog)
-    # Everything below needs mlx. mlx-lm takes a second to import, so only loading a model does.
+    # Everything below needs mlx. mlx-lm is imported only to load a model: that takes a second.
     if lazy.device.BLAS.hint is not None:
         log.warning("slow_blas", hint=lazy.device.BLAS.hint)
-    if "MLX_RANK" in os.environ:  # set by mlx.launch; the imports take a twentieth of a second
+    if "MLX_RANK" in os.environ:  # mlx.launch sets it. The imports for ranks take 0.05 s.
         _serve_as_rank(settings, reading.catalog)
     else:
         _serve_alone(settings, reading.catalog)
@@ -80,7 +80,7 @@ def _serve_alone(settings: Settings, catalog: "Catalog") -> None:
 
 
 def _serve_as_rank(settings: Settings, catalog: "Catalog") -> None:
-    """Serve as rank 0 of the group that this process was started in, or follow its rank 0."""
+    """Serve as rank 0 of the group that this process was started in, or follow that rank 0."""
     group = lazy.sharding.join_group()
     if group is None:
         _serve_alone(settings, catalog)
@@ -116,7 +116,7 @@ class Serving(Protocol):
         """Return the models that are loaded."""
 
     async def reload(self) -> object:
-        """Read models.yaml again. Raises ModelsFileInvalid, without having changed anything."""
+        """Read models.yaml again. If it is invalid, change nothing and raise ModelsFileInvalid."""
 
     async def drain(self) -> None:
         """Refuse new requests and wait for those under way."""
@@ -144,7 +144,7 @@ async def run(gateway: Serving, settings: Settings, leader: "Leader | None" = No
         log.info("draining")
         reloading.cancel()  # no request could use the models that it loads
         await gateway.drain()
-        # Hypercorn closes idle connections; from Python 3.12.1 on it waits for all others.
+        # Hypercorn closes idle connections but, from Python 3.12.1 on, would wait for all others.
         loop.call_later(LAST_WORDS_S, connections.Connection.crowd.abort_all)
 
     config = lazy.Config()
@@ -170,7 +170,7 @@ async def run(gateway: Serving, settings: Settings, leader: "Leader | None" = No
 
 async def _ready(gateway: Serving, settings: Settings, opened: Sequence[str]) -> None:
     """Wait for the preloaded models, call `gc.freeze`, and print the greeting on a terminal."""
-    where = find_places(opened)  # read now: Hypercorn may close them during the wait
+    where = find_places(opened)  # read now: Hypercorn may close the sockets during the wait
     await gateway.is_preloaded.wait()
     # Imported modules are never freed, so the garbage collector need not traverse their hundred
     # thousand objects again and again in the middle of requests.
@@ -195,8 +195,8 @@ async def _reload_at(hangup: asyncio.Event, gateway: Serving) -> None:
 
 def _stop(stop: asyncio.Event, signals: list[None]) -> None:
     """Start the drain at the first signal; exit at once at the second."""
-    # `stop` may be set before the first signal: Ctrl-C goes to all ranks, and one of the others may
-    # have asked for the drain.
+    # `stop` may be set before the first signal: Ctrl-C goes to all ranks, and another rank may have
+    # asked for the drain already.
     if signals:
         os._exit(1)
     signals.append(None)
@@ -222,7 +222,7 @@ def listen(binds: Sequence[str], *, scheme: str) -> Iterator[list[str]]:
 
 
 def _tcp_listener(bind: str, scheme: str) -> socket.socket:
-    """Listen on a host and port, and log the port that is used if the given one is 0."""
+    """Listen on a host and port. Log the URL, which has the port that the system picks for 0."""
     host, _, port = bind.rpartition(":")
     host = host.strip("[]")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -325,7 +325,8 @@ def write_greeting(places: Sequence[Place], models: Sequence[ModelSpec], setting
 
 
 def _host_header(host: str, settings: Settings) -> list[str]:
-    # A gateway without keys accepts only its own names as Host, as a defence against web pages.
+    # A gateway without keys accepts only its own names in the header Host: a defence against web
+    # pages.
     is_known = settings.api_keys or {host, "*"} & set(settings.allowed_hosts)
     if is_known or ipaddress.ip_address(host).is_loopback:
         return []
@@ -333,5 +334,5 @@ def _host_header(host: str, settings: Settings) -> list[str]:
 
 
 def key_in_shell(settings: Settings) -> str:
-    """Return a word that a shell expands to the first key, if the keys' variable is exported."""
+    """Return a word that a shell expands to the first API key, if GATEWAY_API_KEYS is exported."""
     return "${GATEWAY_API_KEYS%%,*}" if len(settings.api_keys) > 1 else "$GATEWAY_API_KEYS"

@@ -53,7 +53,7 @@ class Command(TyperCommand):
 
 
 class Group(TyperGroup):
-    """A command with subcommands, whose help shows `--json` in the same way."""
+    """A command with subcommands, whose help shows `--json`, not `--json <bool>`."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         """Return the parameters. Flags are shown without a type."""
@@ -61,18 +61,18 @@ class Group(TyperGroup):
 
 
 class Listing(Group):
-    """A group that takes names as arguments, unless the first is one of its subcommands."""
+    """A group that takes models' names as arguments, unless the first argument is a subcommand."""
 
     _takes_names = True
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the arguments; those of a subcommand are left to it."""
+        """Parse the arguments. A subcommand parses those that follow it."""
         self._takes_names = not args or args[0] not in self.commands
         ctx.allow_interspersed_args = self._takes_names  # options may follow names
         return super().parse_args(ctx, args)
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """Return the parameters; before a subcommand, only the options."""
+        """Return the parameters: only the options if the arguments begin with a subcommand."""
         params = super().get_params(ctx)
         return [param for param in params if self._takes_names or isinstance(param, TyperOption)]
 

@@ -1,4 +1,4 @@
-"""The checks of a machine. Each function turns facts into a finding, with advice, without mlx."""
+"""The checks of a machine. A check turns facts into a finding with advice, and imports no mlx."""
 
 import errno
 import os
@@ -14,7 +14,7 @@ from gateway.logs import human_bytes
 from gateway.settings import Settings, SettingsInvalid
 
 COMPILED: Final = "compiled code"
-LEAST_FREE_BYTES: Final = 16 << 20  # with less room, mlx cannot compile either
+LEAST_FREE_BYTES: Final = 16 << 20  # with less room on the disk, even mlx's compiler fails
 
 
 def machine_problems(settings: Settings) -> list[str]:
@@ -24,7 +24,7 @@ def machine_problems(settings: Settings) -> list[str]:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:  # the password is a dummy: without one, OpenSSL would ask for it on the terminal
             context.load_cert_chain(settings.tls_cert, settings.tls_key, password="")
-        except OSError as error:  # SSLError is one
+        except OSError as error:  # SSLError is an OSError
             files = f"GATEWAY_TLS_CERT={settings.tls_cert} and GATEWAY_TLS_KEY={settings.tls_key}"
             problems.append(
                 f"{files}: should be a certificate chain and its key, in PEM and without a "
@@ -145,7 +145,7 @@ def check_port(bind: str) -> Finding:
 
 def bind_problem(bind: str, error: OSError) -> str:
     """Return the reason why nothing can listen on a bind, and advice."""
-    reason = (error.strerror or str(error)).partition(" (")[0]  # asyncio repeats the address
+    reason = (error.strerror or str(error)).partition(" (")[0]  # asyncio adds the address in (…)
     is_path = bind.startswith("unix:")
     match error.errno:
         case errno.EADDRINUSE:

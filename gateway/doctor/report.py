@@ -74,7 +74,7 @@ def describe_system() -> str:
 
 
 def private_folders() -> list[str]:
-    """Return the folders that errors are likely to name, and reports must not."""
+    """Return the folders that errors are likely to name and that reports must not name."""
     # The longest come first, since one may be inside another.
     folders = {Path.home(), Path.cwd(), Path(tempfile.gettempdir()), Path(sys.prefix)}
     named = {str(path) for folder in folders for path in (folder, folder.resolve())}
@@ -85,7 +85,7 @@ def redact_paths(value: Any, folders: Sequence[str]) -> Any:
     """Return a value for JSON, with the absolute paths in its texts replaced."""
     match value:
         case str():
-            # The names of `folders` may contain spaces.
+            # The names of `folders` may contain spaces, at which _ABSOLUTE would stop.
             known = [f"{re.escape(folder)}{_REST}" for folder in folders]
             return re.sub("|".join([*known, _ABSOLUTE]), "/…", value)
         case float() if not math.isfinite(value):  # JSON has neither NaN nor infinities

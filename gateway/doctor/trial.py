@@ -44,7 +44,7 @@ from gateway.serving.tokenize import ThreadPools
 from gateway.settings import Settings
 
 OnStage = Callable[[str, str], None]  # model, stage
-Rate = Callable[[int], Awaitable[int]]  # runs this many rows at once; returns the units of work
+Rate = Callable[[int], Awaitable[int]]  # runs N rows at once; returns how many units they had
 MEASURED_S: Final = 1.0  # seconds to measure each speed, after an unmeasured batch
 TOKENS: Final = 24  # tokens of each answer
 TEXTS_AT_ONCE: Final = (1, 32)
@@ -66,7 +66,7 @@ class Workplace:
 
 async def check_models(specs: Sequence[ModelSpec], settings: Settings, on_stage: OnStage) -> Report:
     """Check models whose files are on disk, one after another."""
-    # The gateway's own self-test is off: `_test_batches` runs it, from the beginning.
+    # The self-test after a load is off: `_test_batches` runs it instead, from the beginning.
     settings = settings.model_copy(update={"self_test": False, "prefix_folder": None})
     engines = MlxEngines(settings)
     budget = Budget(budget_bytes(settings, engines.memory_bytes))
@@ -233,7 +233,7 @@ async def _tell_widths(batcher: GenerationBatcher) -> Finding:
 
 def judge_widths(step_s: StepTimes) -> Finding:
     """Report the time of a decode step by number of rows, and the numbers at which rows take turns.
-    No result is a failure.
+    The finding is never a failure.
     """
     if not step_s:
         return Finding("widths", "skip", "no decode step was timed.")
@@ -279,7 +279,7 @@ def judge_distance(single: Vectors, batched: Vectors, allowed: float) -> Finding
 
 
 async def _measure(unit: str, work: Rate, sizes: Sequence[int]) -> Finding:
-    """Measure the units per second by number of rows at once. No speed is a failure."""
+    """Measure the units per second by number of rows at once. A low speed is not a failure."""
     rates = {}
     for size in sizes:
         await work(size)  # not timed: the first pass of each shape allocates memory

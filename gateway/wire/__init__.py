@@ -12,7 +12,7 @@ anthropic_stream                   deltas → content blocks, and their events
 anthropic_blocks                   input blocks → turns
 tokenization                       prompt → tokens; tokens → text
 pulls                              a model to download, and the progress of the download
-images                             images read, left out or refused; none is shown in a log
+images                             reads, leaves out or refuses images; hides them from logs
 messages, tools                    chat messages, and tools of all APIs → input of chat templates
 generation                         shared by chat, completions, responses: sampling, grammars,
                                    logprobs

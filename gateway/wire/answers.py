@@ -15,7 +15,7 @@ Event = Mapping[str, Any]
 
 @dataclass(slots=True)
 class Answer:
-    """A complete answer: all deltas of each choice, and each choice's verdict or None."""
+    """A complete answer: all deltas of each choice, and the verdict on each choice, if any."""
 
     choices: Sequence[Sequence[Delta]]
     usage: Usage
@@ -31,7 +31,7 @@ class AnswerWriter(ABC):
     ping: ClassVar[Event | None] = None
 
     def accept(self, sampling: Sampling) -> None:  # noqa: B027, most answers do not report it
-        """Take the sampling in effect, with the model's defaults, when the job is admitted."""
+        """Take the job's sampling, model's defaults included. Called when the job is admitted."""
 
     @abstractmethod
     def begin(self, usage: Usage) -> Sequence[Event]:
@@ -86,7 +86,7 @@ class Block:
 
     kind: BlockKind
     index: int  # the block's position in the answer
-    call: CallDelta | None = None  # the first piece of the call, if the block is one
+    call: CallDelta | None = None  # the call's first piece; None for reasoning or text
     id: str = ""  # the block's id, if the protocol has one
     pieces: list[str] = field(default_factory=list)
 
@@ -96,7 +96,7 @@ class Block:
         return "".join(self.pieces)
 
     def continues(self, kind: BlockKind, call: CallDelta | None) -> bool:
-        """Return True if a piece of this kind (and, if it has one, of this call) belongs to it."""
+        """Return True if a piece of this kind (and of this call, if any) belongs to this block."""
         if self.call is None or call is None:
             return self.kind == kind
         return self.call.index == call.index

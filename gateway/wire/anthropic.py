@@ -1,4 +1,4 @@
-"""POST /v1/messages, Anthropic's: request → GenerateJob; the answer's shape; errors; its models."""
+"""Anthropic's POST /v1/messages: request → GenerateJob; the form of answers, errors and models."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -118,8 +118,8 @@ class CountMessageTokensRequest(Request):
         return unserved_tools(self.tools)
 
     def form(self) -> tuple[str, Grammar | None]:
-        """Return the grammar of the answer's form, if it has one, and its field. Raises as
-        `one_form` does.
+        """Return the field that asks for a form of the answer, and the form's grammar (None without
+        one). Raises as `one_form` does.
         """
         param = "output_config.format"
         formats = {param: self.output_config.format, "output_format": self.output_format}
@@ -138,8 +138,8 @@ class CountMessageTokensRequest(Request):
     @property
     def thoughts(self) -> Thoughts:
         """Return how the answer shows the model's thinking: whole, only signed, or not at all."""
-        # Only a request with `thinking` is shown any: other clients take the first block for the
-        # text.
+        # Thinking is only shown if the request has `thinking`: other clients take the first block
+        # for the text.
         if self.thinking is None or self.thinking.type == "disabled":
             return "none"
         if self.thinking.display == "omitted":
@@ -153,7 +153,7 @@ class CountMessageTokensRequest(Request):
         return self.thinking.budget_tokens
 
     def template_args(self, own: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the chat template's arguments, of which the model's `own` are the default."""
+        """Return the chat template's arguments. The model's `own` are used as defaults."""
         # A request without `thinking` turns it off, unless the model is set up to think.
         args = {"enable_thinking": False, **own}
         if self.thinking is not None:
@@ -164,7 +164,7 @@ class CountMessageTokensRequest(Request):
 
 
 class MessagesRequest(CountMessageTokensRequest):
-    """A request to Anthropic's endpoint, with the client's own tools as the only ones."""
+    """A request to Anthropic's endpoint. Only tools that the client runs are served."""
 
     example: ClassVar = {**CountMessageTokensRequest.example, "max_tokens": 256}
 
@@ -198,7 +198,7 @@ def to_job(
     budgets: Mapping[str, int] = NO_BUDGETS,
     images: ImageReader = REFUSING,
 ) -> GenerateJob:
-    """Return the job of a request; fields left out come from the model's defaults."""
+    """Return the job of a request. Fields that it leaves out come from the model's defaults."""
     turns = to_turns(request.system, request.messages, images)
     check_length(turns, max_chars, param="messages")
     check_length(request.tools, max_chars, param="tools")
@@ -219,7 +219,7 @@ def to_job(
         thinking_budget=read_budget(request.thinking_budget, request.output_config.effort, budgets),
         images=images.decode(),
     )
-    # A request to count tokens: its job has no bound, and is never run.
+    # The job of a request to count tokens has no `max_tokens`, and is never run.
     if not isinstance(request, MessagesRequest):
         return job
     return replace(
@@ -253,7 +253,7 @@ class ThinkingBlock(TypedDict):
 
 
 class DirectCaller(TypedDict):
-    """The model itself calls, not a program that it wrote."""
+    """The caller of a tool: the model itself, not a program that it wrote."""
 
     type: Literal["direct"]
 
@@ -272,13 +272,13 @@ ContentBlock = TypeAliasType("ContentBlock", TextBlock | ThinkingBlock | ToolUse
 
 
 class AnthropicOutputTokensDetails(TypedDict):
-    """Of the answer's tokens, those of the model's thinking."""
+    """Details on the answer's tokens: how many are the model's thinking."""
 
     thinking_tokens: int
 
 
 class MessageUsage(TypedDict):
-    """Tokens read and written. The prompt's are the first three together."""
+    """The numbers of tokens read and written. The first three add up to the prompt's tokens."""
 
     input_tokens: int  # neither read from the prefix cache nor newly kept in it
     cache_creation_input_tokens: int  # newly kept in the prefix cache
@@ -310,14 +310,14 @@ class AnthropicMessage(TypedDict):
 
 
 class MessageTokensCount(TypedDict):
-    """How long a prompt is."""
+    """The length of a prompt, in tokens."""
 
     input_tokens: int
 
 
 def usage_dict(usage: Usage) -> MessageUsage:
     cached = min(usage.cached_tokens, usage.prompt_tokens)
-    # An answer that was preempted has kept tokens of its own, too.
+    # If the answer was preempted, `kept_tokens` counts tokens of the answer, too.
     kept_tokens = min(usage.kept_tokens, usage.prompt_tokens - cached)
     return {
         "input_tokens": usage.prompt_tokens - cached - kept_tokens,
@@ -337,7 +337,7 @@ MOST_LISTED = 1000
 
 
 class AnthropicModel(TypedDict):
-    """A model by one of its names."""
+    """A model, listed under one of its names."""
 
     type: Literal["model"]
     id: str
@@ -362,7 +362,7 @@ class AnthropicModels(TypedDict):
 
 
 def model_info(name: str, created: int, max_context: int | None) -> AnthropicModel:
-    """Return a model; its context, if known, bounds its input and its output."""
+    """Return a model's entry. The context, if known, is the most tokens of input and of output."""
     return {
         "type": "model",
         "id": name,
@@ -434,7 +434,7 @@ _CODES: dict[tuple[str | None, str | None], str] = {
 
 
 class AnthropicErrorCode(TypedDict):
-    """A code that names the cause: this gateway's own, as in OpenAI's envelope."""
+    """The gateway's code for the cause of an error, as in OpenAI's envelope."""
 
     error_code: str
 
@@ -459,7 +459,7 @@ def error_status(error: GatewayError | type[GatewayError]) -> int:
     """Return an error's status: the gateway's own, but 529 if other requests take all capacity."""
     if isinstance(error, GatewayError):
         error = type(error)
-    # 529 is for a full queue and for a model that finds no room. An allowance used up stays 429;
+    # 529 is for a full queue and for a model that finds no room. A used-up allowance stays 429;
     # a gateway that loads a model or shuts down stays 503. SDKs retry all of these.
     if issubclass(error, Overloaded | NoRoom):
         return OVERLOADED

@@ -14,7 +14,7 @@ from gateway.wire.messages import read_arguments
 from gateway.wire.validation import IMAGE_TYPES, KNOWN, OTHER, Part, Skipped, by_type, require
 
 # Claude Code's first system block: a header for Anthropic's billing, which changes from one session
-# to the next. A model has no use for it, and no two prompts would begin alike.
+# to the next. A model has no use for it, and it would keep any two prompts from beginning alike.
 NOT_FOR_MODELS = "x-anthropic-billing-header:"
 _HINTS = frozenset({"cache_control", "citations"})  # hints about caching and sources
 _READABLE = ("text", "document", "search_result")
@@ -48,7 +48,7 @@ class DocumentSource(Part):
 
 
 class Readable(Part):
-    """Text, a document of text, or a search result, whose `source` is its address."""
+    """Text, a document of text, or a search result. A search result's `source` is an address."""
 
     harmless = _HINTS
 
@@ -102,7 +102,7 @@ class InputBlock(Readable):
 
     @property
     def unread(self) -> frozenset[str]:
-        """Return `input` if it is no object: the model reads another than the client sent."""
+        """Return `input` if it is no object: the model does not read it as it was sent."""
         return frozenset(() if isinstance(self.input, dict) else {"input"})
 
 
@@ -159,12 +159,12 @@ def is_continuation(messages: Sequence[InputMessage], images: ImageReader = REFU
 def to_turns(
     system: SystemPrompt | None, messages: Sequence[InputMessage], images: ImageReader = REFUSING
 ) -> list[dict[str, Any]]:
-    """Return the conversation as templates read it. Images are words.
+    """Return the conversation as templates read it. A word stands for each image.
 
-    Raises BadRequest for blocks that are not read, and if no block is.
+    Raises BadRequest for a block that is not read, and for a conversation without content.
     """
-    # Messages of one role in a row are one turn; results of calls are turns of their own, and
-    # system messages stand where they stood.
+    # Consecutive messages of one role become one turn. The result of each call is a separate turn,
+    # and system messages keep their places.
     turns: list[dict[str, Any]] = []
     prompt = _system_text(system, images)
     if prompt:
@@ -204,7 +204,7 @@ def _placed(messages: Sequence[InputMessage], images: ImageReader) -> Iterator[_
                 images.check(block.type, place, message.role)
             elif block.type not in allowed[message.role]:
                 raise _not_served(block.type, place, f"in a message of the {message.role}")
-            # A summary is read as the user's text: clients that summarize write it in that turn.
+            # A summary is read as the user's text: clients that summarize put it into such a turn.
             if block.type != "compaction":
                 yield _Placed(message.role, place, block)
             elif block.content:
@@ -227,11 +227,11 @@ def _system_text(system: SystemPrompt | None, images: ImageReader) -> str:
 
 
 def _text_of(block: InputBlock | ResultPart, place: str, role: str, images: ImageReader) -> str:
-    """Return a block as the model reads it."""
+    """Return the text that the model reads for a block."""
     if block.type == "image":
         return images.word(block, place, role)
-    # The text of a document or of a search result has its title and its address above it, a line
-    # each.
+    # A document or a search result is read as its title, its address and its text, one below the
+    # other.
     if block.type == "text":
         return require(block.text, f"{place}.text")
     if block.type == "compaction":
@@ -284,7 +284,7 @@ def _require(placed: _Placed, field: Literal["text", "id", "name"]) -> str:
 
 
 def _assistant_turn(placed: Sequence[_Placed], names: dict[str, str]) -> dict[str, Any]:
-    """Return a turn with its calls, whose names are added to `names`, and its thinking."""
+    """Return a turn with its text, thinking and calls. Add the calls' names to `names`."""
     texts, thinking, calls = [], [], []
     for placed_block in placed:
         block = placed_block.block

@@ -131,7 +131,7 @@ MessageEvent = TypeAliasType(
 )
 
 
-# The type of the deltas of each kind of block, and the field with their text.
+# Each kind of block: the type of its deltas, and the field with a delta's text.
 _DELTAS: dict[BlockKind, tuple[str, str]] = {
     "reasoning": ("thinking_delta", "thinking"),
     "text": ("text_delta", "text"),
@@ -271,7 +271,7 @@ def _content(block: Block, text: str, signature: str) -> ContentBlock:
 
 
 def _read_input(arguments: str) -> dict[str, Any]:
-    """Return a call's input; an empty one if its JSON was cut short or is nested too deep."""
+    """Return a call's input; {} if the JSON was cut short, is nested too deep or is no object."""
     try:
         value = orjson.loads(arguments)
     except ValueError:

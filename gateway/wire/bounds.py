@@ -1,6 +1,6 @@
 """Limits on the size of a request: JSON depth, lists, schemas, patterns, names.
 
-Models read their limits from pydantic's validation context; without one, they check none.
+Pydantic models read the limits from the validation context; without a context, they check none.
 """
 
 import codecs
@@ -19,7 +19,7 @@ INNER_DEPTH = 64  # the most levels of JSON inside a string
 # seconds, during which the garbage collector blocked every other thread.
 MAX_BRACKETS = 1_000_000
 # Names and texts, counted before parsing by their quotes: 32 MiB of short names took 2.6 seconds.
-# A body of 16 MiB has room for as many names as this.
+# A body of 16 MiB reaches this number with names of 8 letters.
 MAX_STRINGS = 1_500_000
 # Arrays, objects and fields of objects: 4,096 messages have 40,000. Each costs Python some
 # microseconds, and the garbage collector, which blocks every thread, one more.
@@ -110,7 +110,7 @@ def _limit_items(value: T, info: ValidationInfo) -> T:
 
 
 def at_most(limit: int) -> BeforeValidator:
-    """Count a list or an object before validating its items."""
+    """Return a validator that counts a list or an object before its items are validated."""
 
     def check(value: T) -> T:
         _check_count(value, limit)
@@ -137,9 +137,9 @@ def _limit_regex(value: str, info: ValidationInfo) -> str:
 
 Label = Annotated[str, Field(max_length=NAME_CHARS)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
-# Stop at a list's first error: a megabyte can hold half a million, each as costly as a message.
+# Stop at a list's first error: a megabyte can hold half a million errors, and each takes memory.
 FAIL_FAST = Field(fail_fast=True)
-# Count a list before validating its items.
+# Count a list before its items are validated.
 ITEM_LIMIT = BeforeValidator(_limit_items)
 Schema = Annotated[dict[str, Any], AfterValidator(_limit_schema)]
 SchemaOrText = Annotated[dict[str, Any] | str, AfterValidator(_limit_schema)]

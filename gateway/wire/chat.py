@@ -140,7 +140,7 @@ class ChatRequest(StructuredRequest):
         return bool(self.functions)
 
     def requested_tools(self) -> Sequence[FunctionParam | OtherTool]:
-        """Return the functions of `functions` or of `tools`, and its other tools."""
+        """Return the functions of `functions` or, if there are none, all tools of `tools`."""
         if self.functions:
             return self.functions
         return [tool.function if isinstance(tool, ToolParam) else tool for tool in self.tools]
@@ -163,7 +163,7 @@ class ChatRequest(StructuredRequest):
         return self.thinking_token_budget
 
     def template_args(self) -> dict[str, Any]:
-        """Return the chat template's arguments: thinking by effort, then the request's own."""
+        """Return the template's arguments. The request's own override those of its effort."""
         is_one_token = (self.max_completion_tokens or self.max_tokens) == 1
         args = thinking_args(self.reasoning_effort, is_scored=self.logprobs and is_one_token)
         return {**args, **self.chat_template_kwargs}
@@ -181,7 +181,7 @@ def to_job(
     budgets: Mapping[str, int] = NO_BUDGETS,
     images: ImageReader = REFUSING,
 ) -> GenerateJob:
-    """Return the job of a request; fields left out come from the model's defaults."""
+    """Return the job of a request. Fields that it leaves out come from the model's defaults."""
     messages = to_template(request.messages, images)
     check_length(messages, max_chars, param="messages")
     check_length(request.requested_tools(), max_chars, param="tools")
@@ -220,7 +220,7 @@ class FunctionCall(TypedDict):
 
 
 class FunctionCallDelta(TypedDict):
-    """A piece of a function's arguments; the first has its name."""
+    """A piece of a function's arguments. The first piece has the function's name."""
 
     name: NotRequired[str]
     arguments: str
@@ -235,7 +235,7 @@ class ChatToolCall(TypedDict):
 
 
 class ChatToolCallDelta(TypedDict):
-    """A piece of the call number `index`; id and type come once, first."""
+    """A piece of call number `index`. Only the call's first piece has the id and the type."""
 
     index: int
     id: NotRequired[str]
@@ -265,7 +265,7 @@ class ChoiceDelta(TypedDict, total=False):
 
 
 class ChatChoice(TypedDict):
-    """One answer of several."""
+    """One of several answers."""
 
     index: int
     message: ChatMessage
@@ -274,7 +274,7 @@ class ChatChoice(TypedDict):
 
 
 class ChatChunkChoice(TypedDict):
-    """The new part of one answer of several; the last one has the reason for its end."""
+    """The new part of one of several answers. An answer's last part has its finish reason."""
 
     index: int
     delta: ChoiceDelta
@@ -291,7 +291,7 @@ class ChatCompletion(Heading):
 
 
 class ChatCompletionChunk(Heading):
-    """An event of a stream; the one with usage has no choices, and comes last, before `[DONE]`."""
+    """An event of a stream. The event with usage has no choices and is the last before `[DONE]`."""
 
     object: Literal["chat.completion.chunk"]
     choices: list[ChatChunkChoice]

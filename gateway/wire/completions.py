@@ -162,7 +162,7 @@ class CompletionWriter(ChunkWriter):
         # The choices of the first prompt come first, then those of the second, and so on.
         self._choices: list[TextChoiceWriter] = []
         for index in range(len(request.prompt) * request.n):
-            prompt = request.prompt[index // request.n]  # a delta has the text of token ids
+            prompt = request.prompt[index // request.n]  # the text of token ids comes in a delta
             echo = prompt if request.echo and isinstance(prompt, str) else ""
             self._choices.append(TextChoiceWriter(index, echo=echo, with_logprobs=has_logprobs))
 
@@ -183,7 +183,7 @@ class CompletionWriter(ChunkWriter):
 
 
 class TextChoiceWriter:
-    """Builds one choice from its deltas. The text begins with the prompt if `echo` asks for it."""
+    """Builds one choice from its deltas. The text begins with `echo`: the prompt, or nothing."""
 
     def __init__(self, index: int, *, echo: str, with_logprobs: bool) -> None:
         self._index = index

@@ -315,7 +315,7 @@ class LevelProbability(TypedDict):
 
 
 class ScoreAnswer(TypedDict):
-    """The probability of every level. `score` is the mean of the levels' values by probability."""
+    """The probability of every level. `score` is the mean level, weighted by probability."""
 
     type: Literal["score"]
     name: str | None

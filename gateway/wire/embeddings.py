@@ -51,7 +51,7 @@ class EmbeddingsRequest(EmbedRequest):
 
 
 class InputsRequest(EmbedRequest):
-    """A request to TEI's /embed. Without `model`, a loaded model answers, or else the first one."""
+    """A request to TEI's /embed. Without `model`, a loaded model answers; if none is, the first."""
 
     field = "inputs"
     params: ClassVar = {"prompt": "inputs"}
@@ -159,7 +159,7 @@ class Info(TypedDict):
 
 
 def write_vectors(answer: Embedded) -> Iterator[bytes]:
-    """Yield TEI's answer as JSON, in pieces: nothing but the vectors, each of length 1."""
+    """Yield TEI's answer as JSON, in pieces: a list of the vectors, each scaled to length 1."""
     vectors = np.ascontiguousarray(answer.vectors, dtype="<f4")
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
     vectors = vectors / np.maximum(lengths, np.finfo("<f4").tiny)
@@ -171,7 +171,7 @@ def write_vectors(answer: Embedded) -> Iterator[bytes]:
 
 
 def write_pieces(answer: Embedded, *, name: str, model: str, encoding: str) -> Iterator[bytes]:
-    """Yield the answer's JSON in pieces, each written within a few milliseconds."""
+    """Yield the answer's JSON in pieces. Writing a piece takes at most a few milliseconds."""
     # OpenAI's SDKs read base64 as little-endian float32.
     vectors = np.ascontiguousarray(answer.vectors, dtype="<f4")
     rows = max(1, PIECE_FLOATS // vectors.shape[1])

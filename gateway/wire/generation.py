@@ -45,7 +45,7 @@ def read_stops(value: str | list[str]) -> Sequence[str]:
 
 
 def _read_token_limit(value: object) -> object:
-    """Read 12.0 as 12, since JSON has one type of number. Read -1 as no limit, as others do."""
+    """Read 12.0 as 12: JSON has one type of number. Read -1 as no limit, as other servers do."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if type(value) is int and value == -1:
@@ -245,8 +245,8 @@ def json_schema(
 
 
 def one_form(forms: Sequence[tuple[str, Grammar]]) -> tuple[str, Grammar]:
-    """Return the first field's name and grammar, if all fields ask for the same format. Only the
-    first may be strict. Raises BadRequest if they differ.
+    """Return the first field's name and grammar, strict or not, if all fields ask for the same
+    format. Raises BadRequest if they ask for different formats.
     """
     # Clients made for several kinds of servers repeat the format in each server's field.
     (name, grammar), *others = forms
@@ -321,8 +321,8 @@ def schema_from_prompt(grammar: Grammar | None, prompt: str) -> Grammar | None:
     object and there is such a schema; otherwise return `grammar`.
     """
     # Clients put schemas into the prompt for servers without `json_schema`. A small model answers
-    # such a prompt with anything, or with the schema itself. A large one follows it unaided, so
-    # this guess is a setting of the model.
+    # such a prompt with anything, or with the schema itself. A large one follows it unaided, so the
+    # guess is only made if the model's settings ask for it.
     if grammar != ANY_OBJECT:
         return grammar
     try:
@@ -371,8 +371,8 @@ def thinking_args(effort: Effort | None, *, is_scored: bool) -> dict[str, Any]:
 
 
 class PromptTokensDetails(TypedDict):
-    """Details on the prompt's tokens: those whose KV came from the prefix cache, and those of
-    images if there are any.
+    """Details on the prompt's tokens: how many had their KV in the prefix cache, and how many are
+    those of images, if there are any.
     """
 
     cached_tokens: int
@@ -380,7 +380,7 @@ class PromptTokensDetails(TypedDict):
 
 
 class CompletionTokensDetails(TypedDict):
-    """Details on the answer's tokens: those of the model's reasoning."""
+    """Details on the answer's tokens: how many are the model's reasoning."""
 
     reasoning_tokens: int
 

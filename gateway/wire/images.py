@@ -1,5 +1,5 @@
-"""Images in requests: read for a model that sees, left out or refused for one that reads text, and
-never shown in a log.
+"""Images in requests: read for a model that sees, left out or refused for a model that only reads
+text, and never shown in a log.
 """
 
 import re
@@ -42,7 +42,7 @@ class ImageLimits:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """An image's base64, which is the rest of a text from `start` on."""
+    """The base64 of an image: the part of `text` from `start` on."""
 
     text: str
     start: int
@@ -73,18 +73,20 @@ class _Source:
 
 
 class ImageReader:
-    """Reads the images of one request in their order. Each gets a word, which stands for it in the
-    text of its turn. Without limits the model reads text alone, and every image is refused.
+    """Reads the images of one request in order. Each image gets a word, which stands for the image
+    in the text of its turn. Without limits, the model only reads text: every image is refused.
     """
 
     def __init__(self, limits: ImageLimits | None = None) -> None:
         self._limits = limits
-        # The request is there before its secret is drawn: no text of it has a word by design.
+        # The secret is drawn after the request has arrived: no client can put such a word into it.
         self._secret = secrets.token_hex(16)
-        self._found: list[tuple[_Source, ImageInput]] = []  # without their data
+        self._found: list[tuple[_Source, ImageInput]] = []  # images without data
 
     def check(self, kind: str, place: str, role: str, *, param: str | None = None) -> None:
-        """Raise BadRequest if an image is not read there. `place` is its place in the request."""
+        """Raise BadRequest if images of this kind are not read from a turn with this role. `place`
+        is the image's place in the request.
+        """
         if self._limits is None:
             raise ImageRefused(kind, place, param or place)
         if role not in _READ:
@@ -103,21 +105,21 @@ class ImageReader:
         if number > self._limits.images:
             raise _invalid(place, f"a request may have at most {self._limits.images} images.")
         source = _source(fields, place)
-        # The exact number takes some milliseconds for each megabyte: few images need it.
+        # The exact count takes some milliseconds a megabyte: it is left out for small images.
         is_near = (len(source.text) - source.start) * 3 // 4 > self._limits.nbytes
         if is_near and source.nbytes > self._limits.nbytes:
             raise _invalid(
                 place,
                 f"it has {source.nbytes} bytes, and at most {self._limits.nbytes} are read.",
             )
-        # The letter after the number: no word is the beginning of another.
+        # The letter after the number ensures that no word is the beginning of another.
         word = f"image{self._secret}{number}z"
         self._found.append((source, ImageInput(b"", word, place, kind, _detail(fields, place))))
         return word
 
     def decode(self) -> Sequence[ImageInput]:
         """Return all images that were noted. Raises BadRequest for data that is not base64."""
-        # Items of the store may refer to one text many times: it is decoded once.
+        # Stored items may share one text of an image: it is decoded once.
         contents: dict[int, bytes] = {}
         for source, image in self._found:
             if id(source.text) not in contents:
@@ -183,20 +185,20 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _summary(text: str) -> str:
-    """Return an image's size, and a tag that tells it from others while this process lives."""
+    """Return an image's size, and a tag that tells the image from others in this process's logs."""
     header = _HEADER.match(text)
     source = _Source(text, header.end() if header is not None else 0)
-    # A plain hash would tell a known picture.
+    # A hash without a key would give a known picture away.
     tag = blake2b(text[source.start :].encode(), digest_size=4, key=_TAG_KEY).hexdigest()
     return f"<image {source.nbytes:,} bytes, tag {tag}>"
 
 
 def leave_images_out(turns: Sequence[P]) -> tuple[list[P], int]:
-    """Return a conversation's messages or items with a text in the place of each image of an
-    earlier turn or of a tool's result, and the number of those images.
+    """Return a conversation's messages or items with a text in place of each image of an earlier
+    turn or of a tool's result, and the number of the images that were replaced.
 
-    Images of system messages, which hold for each turn, and of the user's newest message stay, to
-    be refused. An assistant's message after that one is the beginning of the answer.
+    Images stay, to be refused, in system messages, which hold for each turn, and in the user's
+    newest message. An assistant's message after the newest one is the beginning of the answer.
     """
     # Only the last of several user messages in a row is new: the others had no answer, perhaps
     # because an image was refused.

@@ -1,5 +1,5 @@
-"""Chat messages: OpenAI's form → the one that chat templates read; arguments of earlier calls, in
-the forms of three APIs.
+"""Converts chat messages from OpenAI's form to the one that chat templates read, and the arguments
+of earlier calls from the forms of three APIs.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,7 +33,7 @@ class ContentPart(Part):
 
     harmless = frozenset({"annotations", "cache_control", "logprobs", "prompt_cache_breakpoint"})
 
-    # The field with the text of each type of part.
+    # The field that has a part's text, by the part's type.
     fields: ClassVar[Mapping[str, str]] = {"text": "text", "refusal": "refusal"}
 
     type: Label = Field(json_schema_extra={"enum": ["text", "refusal"]})
@@ -67,7 +67,7 @@ class Function(Part):
 
     @property
     def unread(self) -> frozenset[str]:
-        """Return `arguments` if they are no object: the model reads others than the client sent."""
+        """Return `arguments` if they are no object: the model does not read them as sent."""
         return frozenset({"arguments"} if parse_object(self.arguments) is None else ())
 
 
@@ -96,7 +96,7 @@ Thoughts = Annotated[Any, Field(json_schema_extra={"type": "string"})]
 
 
 class Message(Part):
-    """One turn of a conversation, as a client sends it; perhaps an earlier answer's, unchanged."""
+    """One turn of a conversation, as a client sends it. It may be an earlier answer, unchanged."""
 
     harmless = frozenset({"annotations", "refusal"})
 
@@ -148,7 +148,7 @@ def is_continuation(messages: Sequence[Message], *, requested: bool) -> bool:
 
 
 def to_template(messages: list[Message], images: ImageReader = REFUSING) -> list[dict[str, Any]]:
-    """Return the turns as templates expect them: at least one. Images are words.
+    """Return the turns as templates expect them, at least one. A word stands for each image.
 
     Raises BadRequest for content that is not read.
     """
@@ -211,8 +211,8 @@ def join_texts(
     skips: bool = False,
     images: ImageReader = REFUSING,
 ) -> str:
-    """Return the text of all parts, with the words of images. Raises BadRequest for any other part,
-    unless `skips` leaves out parts that only another server reads.
+    """Return the text of all parts, with a word for each image. Raises BadRequest for any other
+    part; with `skips`, parts that only other servers read are left out instead.
     """
     texts = []
     for i, part in enumerate(parts):
@@ -234,7 +234,7 @@ def join_texts(
 
 
 def parse_object(given: object) -> dict[str, Any] | None:
-    """Return an object, or the one that a JSON text holds (empty for no text); else None."""
+    """Return an object as given, or the one that a JSON text holds ({} for no text); else None."""
     if isinstance(given, str):
         try:
             given = parse(given.encode() or b"{}")
@@ -244,7 +244,7 @@ def parse_object(given: object) -> dict[str, Any] | None:
 
 
 def read_arguments(given: object) -> dict[str, Any]:
-    """Return the arguments of an earlier call as templates iterate them: by name.
+    """Return the arguments of an earlier call by name, since templates iterate over them.
 
     An object that was cut, as `max_tokens` cuts a call, is closed. A value that is no object, and
     a text that is no JSON, becomes the argument `input`.
@@ -263,7 +263,7 @@ def read_arguments(given: object) -> dict[str, Any]:
 
 
 def _repair(json: str) -> Any:
-    """Return the value of a JSON text, closing an object that was cut; else the text itself."""
+    """Return the value of a JSON text, closing an object that was cut. Return other texts as is."""
     is_partial = json.lstrip().startswith("{")
     if json.count(":") + json.count("[") + json.count("{") > MAX_PARTS:
         return json

@@ -132,7 +132,7 @@ def to_job(
     prompt_name: str | None,
     bounds: CharBounds,
 ) -> RerankJob:
-    """Return the job of a request. Fields left out come from the model's defaults.
+    """Return the job of a request. Fields that it leaves out come from the model's defaults.
 
     Raises BadRequest for an empty text, and for texts that are too many or too long.
     """
@@ -294,7 +294,7 @@ def _best_first(answer: Reranked) -> list[int]:
 
 
 def may_be_texts(body: bytes | bytearray) -> bool:
-    """Return False if a body is not in TEI's format, as far as that shows without parsing it."""
+    """Return False if a body is certainly not in TEI's format. The body is not parsed."""
     return b'"texts"' in body
 
 

@@ -63,7 +63,7 @@ Includable = Literal[
     "code_interpreter_call.outputs",
 ]
 
-# Chat completions' fields with the form of an answer.
+# The fields of chat completions that set the form of an answer.
 _FORMS = (
     *("response_format", "structured_outputs"),
     *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
@@ -151,7 +151,7 @@ class ResponsesRequest(SampledRequest):
     model: Annotated[Label, Field(min_length=1)]
     input: Items
     previous_response_id: Annotated[Label, Field(min_length=1)] | None = None
-    store: bool = True  # keep it for a while, if the gateway keeps responses
+    store: bool = True  # keep the response for a while, if the gateway keeps any
     instructions: str | None = None
     max_output_tokens: MaxTokens = None
     text: TextConfig = TextConfig()
@@ -198,7 +198,7 @@ class ResponsesRequest(SampledRequest):
 
     @property
     def has_references(self) -> bool:
-        """Return True if it refers to an earlier response, or to items of one."""
+        """Return True if the request refers to an earlier response, or to items of one."""
         return self.previous_response_id is not None or any(
             isinstance(item, Item) and item.is_reference for item in self.input
         )
@@ -213,7 +213,7 @@ class ResponsesRequest(SampledRequest):
         return self.thinking_token_budget
 
     def template_args(self) -> dict[str, Any]:
-        """Return the chat template's arguments: thinking by effort, then the request's own."""
+        """Return the template's arguments. The request's own override those of its effort."""
         is_scored = self.max_output_tokens == 1 and self.logprobs is not None
         args = thinking_args(self.reasoning.effort, is_scored=is_scored)
         return {**args, **self.chat_template_kwargs}
@@ -231,7 +231,7 @@ def to_job(
     budgets: Mapping[str, int] = NO_BUDGETS,
     images: ImageReader = REFUSING,
 ) -> GenerateJob:
-    """Return the job of a request; fields left out come from the model's defaults."""
+    """Return the job of a request. Fields that it leaves out come from the model's defaults."""
     # The items are the whole conversation; the request's own input is the end of it.
     earlier = len(items) - len(request.input)
     toolset = unpack(request.tools)
@@ -299,7 +299,7 @@ class ReasoningItem(TypedDict):
 
 
 class FunctionCallItem(TypedDict):
-    """A call of a function, with the namespace that it stands in, if any."""
+    """A call of a function, with the function's namespace if it has one."""
 
     id: str
     type: Literal["function_call"]
@@ -314,21 +314,21 @@ OutputItem = TypeAliasType("OutputItem", OutputMessage | ReasoningItem | Functio
 
 
 class InputTokensDetails(PromptTokensDetails):
-    """Of the prompt's tokens, those whose KV was cached, and those of images if there are any. None
-    are written to a cache at a price.
+    """Details on the prompt's tokens: how many had cached KV, how many are those of images, if any.
+    `cache_write_tokens` is 0, since no token is billed for being cached.
     """
 
     cache_write_tokens: int
 
 
 class OutputTokensDetails(TypedDict):
-    """Of the answer's tokens, those of the model's reasoning."""
+    """Details on the answer's tokens: how many are the model's reasoning."""
 
     reasoning_tokens: int
 
 
 class ResponseUsage(TypedDict):
-    """Tokens read and written."""
+    """The numbers of tokens read and written."""
 
     input_tokens: int
     input_tokens_details: InputTokensDetails
@@ -410,7 +410,7 @@ class Response(TypedDict):
 
 
 class InputTokens(TypedDict):
-    """How long a prompt is."""
+    """The length of a prompt, in tokens."""
 
     object: Literal["response.input_tokens"]
     input_tokens: int

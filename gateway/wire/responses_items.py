@@ -45,7 +45,7 @@ _PREFIXES = {
     "reasoning": "rs",
 }
 REFERENCE = "item_reference"
-# The field with the arguments of each type of call, and the name of a call that has none.
+# Each type of call: the field with its arguments, and the name of a call that states no name.
 _CALLS: Final[Mapping[str, tuple[str, str | None]]] = {
     "function_call": ("arguments", None),
     "custom_tool_call": ("input", None),
@@ -67,7 +67,7 @@ class InputPart(ContentPart):
 
 
 def as_parts(value: object) -> object:
-    """Read texts, also those in a list, as parts."""
+    """Return a text, or each text in a list, as a part. Other values stay as they are."""
     if isinstance(value, str):
         value = [value]
     if not isinstance(value, list):
@@ -100,7 +100,7 @@ class Item(Part):
 
     harmless = frozenset({"encrypted_content", "phase", "status"})
 
-    # An item with an id alone stands for the item that an earlier answer gave this id.
+    # An item that has only an id stands for the item to which an earlier answer gave this id.
     id: Label | None = None
     type: Label = Field("message", json_schema_extra={"enum": list(KINDS)})
     role: Literal["user", "assistant", "system", "developer"] | None = None
@@ -138,9 +138,9 @@ AnyItem = Annotated[
     Annotated[Item, Tag(KNOWN)] | Annotated[OtherItem, Tag(OTHER)],
     by_type(dict.fromkeys(KINDS, KNOWN)),
 ]
-# JSON has no such byte.
+# The mark of an image's text in stored JSON, which has no such byte of its own.
 _MARK = b"\0"
-PAGE_BYTES = 1 << 25  # JSON in a page of items, unless its only item has more
+PAGE_BYTES = 1 << 25  # the most JSON in a page of items; a single item may have more
 _STORED: Final[TypeAdapter[Item | OtherItem]] = TypeAdapter(AnyItem)
 
 
@@ -191,7 +191,7 @@ class DumpedItem(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Return about as many bytes as its whole JSON has."""
+        """Return about how many bytes the whole JSON has."""
         return len(self.body) + sum(map(len, self.images))
 
     def to_json(self) -> bytes:
@@ -213,7 +213,7 @@ def _find_images(fields: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], st
 
 
 def read_item(body: bytes, images: Sequence[str] = ()) -> AnyItem:
-    """Read an item of the store: one of `dump_items`, or of an earlier answer."""
+    """Read a stored item: one that `dump_items` wrote, or one of an earlier answer."""
     fields = orjson.loads(body.replace(_MARK, b'""'))
     for (holder, key), image in zip(_find_images(fields), images, strict=bool(images)):
         holder[key] = image
@@ -261,7 +261,7 @@ class InputItems(TypedDict):
 
 
 def page(items: Sequence[DumpedItem], query: Mapping[str, str]) -> InputItems:
-    """Return one page of items, newest first by default. It ends early at a few large ones.
+    """Return one page of items, newest first by default. A page of large items ends early.
 
     The query parameters are `limit` (1 to 100, 20 by default), `order` (asc or desc) and `after`,
     the id of the last item before the page. Raises BadRequest for other values.
@@ -275,7 +275,7 @@ def page(items: Sequence[DumpedItem], query: Mapping[str, str]) -> InputItems:
         ids = [item.id for item in ordered_items]
         start = find_place(ids, query, "after", "item") + 1
     page_items = ordered_items[start : start + limit]
-    # Many items may have one image, and the page has it many times.
+    # Many items may share one image, which the page then repeats in each of them.
     sizes = accumulate(item.nbytes for item in page_items)
     page_items = page_items[: max(1, sum(size <= PAGE_BYTES for size in sizes))]
     return {
@@ -297,8 +297,8 @@ def to_messages(
 ) -> list[Message]:
     """Return the conversation as chat messages, instructions first.
 
-    Consecutive thoughts, a text and calls of the assistant become one message, as one answer of a
-    chat has them. The first `earlier` items are those of an earlier response. `names` has the names
+    The assistant's consecutive thoughts, text and calls become one message, as in an answer to a
+    chat request. The first `earlier` items are those of an earlier response. `names` has the names
     under which the model knows functions. Raises BadRequest for missing fields and for content that
     is not read.
     """
@@ -333,7 +333,7 @@ def to_messages(
                 messages.append(Message(role="assistant", tool_calls=[call]))
             case output_type if output_type in _OUTPUTS:
                 given = require(item.call_id or item.id or None, f"{place}.call_id")
-                call_id = call_ids.get(given) or given  # some clients name a call by its item
+                call_id = call_ids.get(given) or given  # some clients send the item's id instead
                 messages.append(
                     Message(
                         role="tool",

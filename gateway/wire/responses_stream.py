@@ -210,7 +210,7 @@ class ResponseWriter(BlockWriter):
         return [*events, *self._close(), self._event(f"response.{self._status}")]
 
     def fail(self, error: GatewayError) -> list[Event]:
-        """Mark the response as failed. Its first events precede the error if none was sent yet."""
+        """Mark the response as failed. The events of `begin` come first if none was sent yet."""
         first_events = [] if self._has_begun else self.begin(Usage(0))
         codes = {Overloaded: "rate_limit_exceeded", BadRequest: "invalid_prompt"}
         code = next((codes[kind] for kind in codes if isinstance(error, kind)), "server_error")

@@ -21,7 +21,7 @@ TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 class TokenizeRequest(Request):
-    """A prompt, or a conversation that the model's chat template makes a prompt of."""
+    """A prompt, or a conversation that the model's chat template turns into a prompt."""
 
     params: ClassVar = {"template_args": "chat_template_kwargs"}
     example: ClassVar = {"prompt": "Hello!"}
@@ -54,7 +54,7 @@ class TokenizeRequest(Request):
 def to_job(
     request: TokenizeRequest, caller: Caller, *, max_chars: int, images: ImageReader = REFUSING
 ) -> GenerateJob:
-    """Return a job for tokenization. It is never run."""
+    """Return a job whose prompt is to be tokenized. The job is never run."""
     if request.prompt is not None:
         if len(request.prompt) > max_chars:
             raise BadRequest(f"'prompt' is longer than {max_chars} characters.", param="prompt")

@@ -94,7 +94,7 @@ class CustomTool(FunctionParam):
 
 
 class OtherTool(Part):
-    """A tool that is not served. Beside functions, it is skipped and a header names it."""
+    """A tool that is not served. Beside functions, it is skipped, and a header names it."""
 
     @property
     def model_extra(self) -> None:
@@ -142,7 +142,7 @@ class ResponseNamespace(TypedDict):
 
 
 class Namespace(Part):
-    """A namespace of functions. Calls of these functions repeat its name."""
+    """A namespace of functions. Calls of these functions repeat the namespace's name."""
 
     type: Literal["namespace"]
     name: Name
@@ -168,7 +168,7 @@ ResponseTool = Annotated[
 ResponseTools = Annotated[
     list[ResponseTool], FAIL_FAST, Field(default_factory=list, max_length=MAX_TOOLS)
 ]
-QualifiedName = tuple[str | None, str]  # a function's namespace, if any, and its name in it
+QualifiedName = tuple[str | None, str]  # a function's namespace (or None) and name
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +216,7 @@ def _functions(
 
 
 def unserved_tools(tools: Sequence[object]) -> list[str]:
-    """Return the types of the tools that are not served, each after `tools.`."""
+    """Return the types of the tools that are not served, each written as `tools.TYPE`."""
     return [f"tools.{tool.type}" for tool in tools if isinstance(tool, OtherTool)]
 
 

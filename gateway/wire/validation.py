@@ -49,7 +49,7 @@ class Request(BaseModel):
     neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {}
     # The kind of model that answers the request.
     kind: ClassVar[Literal["chat", "embedding", "rerank"]] = "chat"
-    # Parts of a job that come from a field of another name, with that name.
+    # The field that a part of a job comes from, if the field has another name than the part.
     params: ClassVar[Mapping[ErrorPart, str]] = {}
     # A minimal request, without the model, for /openapi.json.
     example: ClassVar[Mapping[str, Any]] = {}
@@ -78,7 +78,7 @@ class Request(BaseModel):
         return self.model_dump(include=prompts, exclude_none=True)
 
     def traced_fields(self) -> dict[str, str | int | float]:
-        """Return the fields that a trace shows, by GenAI's names: no content."""
+        """Return the fields that a trace shows, under OpenTelemetry's names. None has content."""
         fields_set = {name: getattr(self, name) for name in _TRACED.keys() & self.model_fields_set}
         changed = {name: value for name, value in fields_set.items() if value not in (None, False)}
         return {_TRACED[name]: value for name, value in changed.items()}
@@ -110,7 +110,7 @@ class Part(BaseModel):
 
     @property
     def unread(self) -> frozenset[str]:
-        """Return the names of its own fields that do not go with its type."""
+        """Return the names of known fields that a part of this type does not use."""
         return frozenset()
 
     @property
@@ -128,11 +128,11 @@ class Skipped(Part):
     role: ClassVar = "assistant"  # a skipped part is never the user's newest message
 
 
-KNOWN, OTHER = "known part", "other part"  # not identifiers, so no field's path has them
+KNOWN, OTHER = "known part", "other part"  # not identifiers, so `_steps` drops them
 
 
 def by_type(tags: Mapping[str, str]) -> Discriminator:
-    """Tell parts by the tags of their types; all other types have the tag OTHER."""
+    """Return a discriminator that tags parts by their types: OTHER for a type without a tag."""
 
     def tag(part: object) -> str:
         # A part is read from a dict, and written from a model.
@@ -192,8 +192,8 @@ def read_request(
         raise _bad_request(error.errors(include_url=False)) from None
     known_fields = shape.harmless | shape.refused.keys()
     outer = sorted((request.model_extra or {}).keys() - known_fields)
-    # All ignored fields of the top level are named, though a header may cut the list; of those
-    # inside parts, only the first.
+    # All ignored fields of the top level are listed, but only the first ones of those inside parts.
+    # A header may cut the list.
     ignored = (
         *outer,
         *request.unserved_tools(),
@@ -235,7 +235,7 @@ def _may_hold_parts(annotation: Any) -> bool:
 
 
 def _unknown_fields_of(part: Part, place: str) -> Iterator[str]:
-    if part.is_image:  # It is refused, or left out as a whole.
+    if part.is_image:  # an image is refused, or left out as a whole
         return
     if isinstance(part, Skipped):
         yield f"{place}.{part.type[:64]}"
@@ -247,7 +247,7 @@ def _unknown_fields_of(part: Part, place: str) -> Iterator[str]:
 
 
 def _is_one_of(value: object, others: Iterable[object]) -> bool:
-    """Return True if a value equals another of its own type: in Python 0.0 == False, 1 == True."""
+    """Return True if a value equals another of the same type. In Python, 1 equals True."""
     return any(type(value) is type(other) and value == other for other in others)
 
 
@@ -255,7 +255,7 @@ def _parse(body: bytes | bytearray, max_depth: int) -> dict[str, Any]:
     try:
         value = parse(body, max_depth)
     except ValueError as error:
-        # This is a form of curl or requests: an error of the JSON parser would not help.
+        # The body is a form, which curl and requests can send: the parser's error would not help.
         if body.startswith(b"--"):
             raise BadRequest(
                 "The request body is multipart/form-data. It must be a JSON object."
@@ -269,7 +269,7 @@ def _parse(body: bytes | bytearray, max_depth: int) -> dict[str, Any]:
     return value
 
 
-# The rest of OpenAI's code after the noun, by pydantic's kind of error.
+# OpenAI's code after `integer_` or `decimal_`, by pydantic's kind of error.
 _VALUE_CODES = {
     "less_than_equal": "above_max_value",
     "less_than": "above_max_value",
@@ -302,8 +302,8 @@ _GOT = {
 def _bad_request(errors: Sequence[ErrorDetails]) -> BadRequest:
     """Return pydantic's first error in plain words, with OpenAI's code."""
     param = _path(errors[0]["loc"])
-    # A union has an error for each branch. The one of the branch that got furthest counts; at the
-    # same path, one that is not about the type.
+    # A union has an error for each branch. The error with the longest path counts; of several, one
+    # that is not about a wrong type.
     of_one_field = [error for error in errors if _path(error["loc"]).startswith(param)]
     error = max(
         of_one_field, key=lambda each: (len(_steps(each["loc"])), each["type"] not in _EXPECTED)
@@ -374,7 +374,7 @@ def read_limit(query: Mapping[str, str], most: int) -> int:
 
 
 def find_place(ids: Sequence[str], query: Mapping[str, str], name: str, noun: str) -> int:
-    """Return the place of the id that a query names. Raises BadRequest if it is not there."""
+    """Return the place in `ids` of the id that a query names. Raises BadRequest for another id."""
     if query[name] not in ids:
         raise BadRequest(f"Invalid '{name}': there is no such {noun}.", param=name)
     return ids.index(query[name])
@@ -422,7 +422,8 @@ class CharBounds:
 
 def check_length(parts: Sequence[Any], max_chars: int, *, param: str) -> None:
     """Raise BadRequest if the parts, written as JSON, are too long to tokenize."""
-    # A character has at most 4 bytes; a part's braces and names are not the caller's text.
+    # A character has at most 4 bytes. Each part may have 256 characters of braces and names, which
+    # are not the caller's text.
     body = orjson.dumps(parts, default=lambda part: part.model_dump())
     escapes = body.count(b"\\n") + body.count(b'\\"')  # the commonest escapes, one character each
     most = max_chars + 256 * len(parts) + escapes

@@ -127,9 +127,9 @@ async def test_wrong_streams_are_errors_by_name(answer: bytes, error: str | None
     ("answer", "error"),
     [
         (http(b"{"), "answer is not JSON"),
-        (http([1]), "answer has another shape"),
+        (http([1]), "answer is not an object"),
         (http({"data": []}), "wrong number of vectors"),
-        (http({"data": [{}]}), "answer has another shape"),
+        (http({"data": [{}]}), "answer has missing or wrong fields"),
     ],
 )
 async def test_wrong_bodies_are_errors_by_name(answer: bytes, error: str) -> None:

@@ -33,7 +33,7 @@ def test_every_document_is_scored_once() -> None:
 
     count = rerank("m", "q", ["a", "b"]).count
     assert count(ranked((1, 0.9), (0, 0.1))) == 2
-    with pytest.raises(WrongAnswer, match="wrong documents"):
+    with pytest.raises(WrongAnswer, match="not one score for each document"):
         count(ranked((1, 0.9), (1, 0.1)))
     with pytest.raises(WrongAnswer, match="score is not finite"):
         count(ranked((1, 0.9), (0, float("nan"))))
@@ -83,12 +83,12 @@ def test_a_stream_adds_up_to_the_answer_that_was_not_streamed() -> None:
     ("event", "name"),
     [
         (b"{", "event is not JSON"),
-        (b"[]", "event has another shape"),
-        (b'{"choices": [7]}', "event has another shape"),
-        (b'{"choices": [{"delta": {"content": 7}}]}', "event has another shape"),
+        (b"[]", "event is not a chat completion chunk"),
+        (b'{"choices": [7]}', "event is not a chat completion chunk"),
+        (b'{"choices": [{"delta": {"content": 7}}]}', "event is not a chat completion chunk"),
         (b'{"error": {"code": "engine_failed"}}', "error event engine_failed"),
         (b'{"error": {"type": "server_error", "code": null}}', "error event server_error"),
-        (b'{"error": "oh"}', "error event of no shape"),
+        (b'{"error": "oh"}', "error event without an error object"),
     ],
 )
 def test_wrong_events_are_named(event: bytes, name: str) -> None:
