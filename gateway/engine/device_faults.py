@@ -25,8 +25,8 @@ FAULT_TEXTS: Final = (
     (f"{_METAL}SubmissionsIgnored", Fault.FATAL),
     # Metal works again once memory is free: mlx #3523, mlx-omni-server #59.
     (f"{_METAL}OutOfMemory", Fault.PRESSURE),
-    # Any other Metal error. The device may still work or not: submissions were ignored only after
-    # the third timeout (omlx #3706, mlx-lm #1572); after a hang or a page fault the GPU is
+    # Any other Metal error. The device may still work or not: two timeouts had no effect before
+    # submissions were ignored (omlx #3706, mlx-lm #1572); after a hang or a page fault the GPU is
     # restarted (mlx-vlm #697, #1064); an
     # "innocent victim" error is caused by another process (mlx-openai-server #169); and macOS may
     # end work in favour of drawing the screen (mlx #3267).

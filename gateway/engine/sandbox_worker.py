@@ -56,7 +56,8 @@ TRIAL_FORCED: Final = 64  # the most forced tokens that a step of the trial take
 MOST_REASON: Final = 2000  # the most characters of a refusal's reason
 # A larger process is replaced, since malloc returns little memory to the system.
 SPENT_BYTES: Final = 512 << 20
-# Keywords of JSON Schema with which a value can become invalid because a part of it is valid.
+# Keywords of JSON Schema with which a value may be valid only because a subschema refuses it or a
+# part of it, or because other subschemas have evaluated its parts.
 TURNING: Final = ("not", "oneOf", "if", "maxContains", "unevaluatedItems", "unevaluatedProperties")
 END: Final = "<|end of the trial|>"
 MOST_PIXELS: Final = 64_000_000  # the most pixels of an image, as in Anthropic's API

@@ -67,7 +67,7 @@ class DraftPolicy:
         if model is not None:
             self.sources.append(model)
         self.allowed: Collection[Drafter] = DRAFTERS
-        # The source of all drafts in the running pass; None if it has none, or from two sources.
+        # The source of all drafts in the running pass; None without drafts, or with two sources.
         self.drafter: Drafter | None = None
 
     def count_ahead(self, seqs: Sequence[DraftedSequence], cache: Sequence[Any]) -> int:
