@@ -21,7 +21,7 @@ from gateway.engine.models.rotations import share_positions
 
 STEP: Final = 256  # buffers grow by this many tokens, as in mlx-lm
 SPARE: Final = 8  # one free slot is allowed per this many rows; memory estimates include free slots
-_FEW: Final = 8  # up to this many tokens per row are written by one kernel for all rows
+_FEW: Final = 8  # the most tokens per row that are written by one kernel for all rows
 
 Mover: TypeAlias = tuple[int, list[mx.array]]  # a row's new index, and the row in each plane
 

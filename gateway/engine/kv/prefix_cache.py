@@ -122,7 +122,7 @@ class PrefixCache:
         self._is_plain = [isinstance(layer, RaggedKVCache) for layer in self._empty]
         self._roots: dict[Root, int] = {}  # numbers of roots
         self._entries, self._growing = pool.entries, pool.growing
-        # A routing key stands for a prefix of a prompt. This has the block in which it ends.
+        # The last block of the prompt's prefix that a routing key stands for, by root and key.
         self._routed: dict[tuple[Root, bytes], Key] = {}
 
     @property

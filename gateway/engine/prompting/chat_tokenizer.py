@@ -55,7 +55,8 @@ MOST_TOKENS: Final = 1 << 20  # the largest vocabulary; the largest known, XLM-V
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """The ids of a prompt. At its end the model is already thinking, or may begin to think.
+    """The ids of a prompt, and whether the model, at the prompt's end, is already thinking or may
+    begin to think.
 
     `opening` is the header of the message that a Harmony template opens; other templates have none.
     """

@@ -38,7 +38,7 @@ _FOUND: Final[Turn] = {"role": "tool", "content": "Slack water.", "tool_call_id"
 _ANSWERING: Final[Turn] = {"role": "assistant", "content": "Sail at eight."}
 CALLING: Final = (_ASKED, _CALLING)
 ANSWERING: Final = ((_ASKED, _CALLING, _FOUND, _ANSWERING), CALLING, (_ASKED, _ANSWERING))
-"""Made-up conversations. One of them must show a thought in its last turn, if a template can."""
+"""Made-up conversations in whose last turns a template may show a thought."""
 
 
 def trial_job(turns: Sequence[Turn]) -> GenerateJob:
