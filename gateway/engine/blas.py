@@ -1,12 +1,12 @@
-"""The BLAS library that mlx uses. This module must be imported before mlx, and never imports it.
+"""The BLAS library that mlx uses. This module must be imported before mlx, so it never imports mlx.
 
 On Linux the mlx wheel contains reference BLAS, fifty times slower than OpenBLAS. If OpenBLAS is
 loaded first, with global symbols, mlx uses it instead.
 
 The wheel `scipy-openblas32`, which is NumPy's OpenBLAS, exports its functions with the prefix
-`scipy_`. We make a copy whose exports have the names that mlx calls. All other exports (OpenBLAS's
-internal functions and tables) get a prefix of our own. Otherwise NumPy, which loads another version
-of OpenBLAS, would call into this one through 521 of these names.
+`scipy_`. We make a copy of its library whose exports have the names that mlx calls. All other
+exports (OpenBLAS's internal functions and tables) get the prefix `mlx_gateway_`. Otherwise NumPy,
+which loads another version of OpenBLAS, would call 521 of them in our copy by mistake.
 
 The copy is made once, in half a second, and stored in the user's cache. If the user has no cache
 folder, the wheel is not used.
@@ -35,14 +35,14 @@ SONAME: Final = "libopenblas.so.0"
 _PREFIX: Final = "scipy_"
 _OURS: Final = "mlx_gateway_"
 _OF_THE_LINKER: Final = frozenset({"_init", "_fini", "_edata", "_end", "__bss_start"})
-_RECIPE: Final = "1"  # change it when copies must be made again
+_RECIPE: Final = "1"  # part of a copy's file name; a new value makes every user's copy anew
 _PATCH_S: Final = 60
 _READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 @dataclass(frozen=True, slots=True)
 class BlasFinding:
-    """The BLAS that was found, for the log and doctor."""
+    """The BLAS that was found, for the log and the command `doctor`."""
 
     loaded: bool
     hint: str | None = None  # advice for the user if mlx uses a slow BLAS
@@ -76,7 +76,9 @@ _LATE = "mlx was imported before gateway.engine, so OpenBLAS came too late: impo
 
 
 def openblas_candidates(machine: str) -> tuple[str, ...]:
-    """List possible paths of the system's OpenBLAS; the first lets the loader choose."""
+    """List possible paths of the system's OpenBLAS. The first is a bare name, which the dynamic
+    loader looks up.
+    """
     return (
         SONAME,
         f"/usr/lib/{machine}-linux-gnu/openblas-pthread/libopenblas.so.0",
@@ -100,8 +102,8 @@ def _environment(name: str, value: str) -> Iterator[None]:
 
 
 def load_blas(environment: Mapping[str, str]) -> _Loaded:
-    """Load the BLAS that GATEWAY_BLAS selects. `wheel` falls back to the system's OpenBLAS;
-    `system` tries only that; any other value is a path.
+    """Load the BLAS that GATEWAY_BLAS selects: `wheel` tries the wheel's, then the system's
+    OpenBLAS, `system` only the system's, and any other value is the path of a library.
 
     Raises BlasUnusable for a path that cannot be loaded.
     """
@@ -109,9 +111,9 @@ def load_blas(environment: Mapping[str, str]) -> _Loaded:
         return BlasFinding(loaded=False), None  # macOS: mlx uses Accelerate and Metal.
     if _MLX_WAS_IMPORTED:
         return BlasFinding(loaded=False, hint=_SLOW + _LATE), None
-    # OpenBLAS reads the variable while it is loaded. By default its threads spin for 2^26 cycles
-    # after each product and so block their cores for some 25 ms. With 2^20 they sleep sooner, but
-    # not before a pass's next product.
+    # OpenBLAS reads the variable, a power of two, while it is loaded. By default its threads spin
+    # for 2^26 cycles after each product and so block their cores for some 25 ms. With 2^20 cycles
+    # they sleep sooner, but a pass's next product still finds them awake.
     with _environment("OPENBLAS_THREAD_TIMEOUT", "20"):
         choice = environment.get(_VARIABLE, "").strip() or "wheel"
         if choice.lower() not in ("wheel", "system"):
@@ -147,7 +149,8 @@ def _systems(why: str | None) -> _Loaded:
 
 
 def _by_path(path: str) -> _Loaded:
-    file = os.path.abspath(os.path.expanduser(path))  # dlopen searches a bare name elsewhere
+    # An absolute path, because dlopen would search the system's folders for a bare file name.
+    file = os.path.abspath(os.path.expanduser(path))
     try:
         library = _check(ctypes.CDLL(file, mode=ctypes.RTLD_GLOBAL))
     except OSError as error:
@@ -175,7 +178,9 @@ class CopyFailed(OSError):
 
 @dataclass(frozen=True, slots=True)
 class Wheel:
-    """The installed wheel's library, and the folder for its copy; None if the user has no cache."""
+    """The installed wheel's library, and the folder for its copy. The folder is None if the user
+    has no cache.
+    """
 
     library: Path
     folder: Path | None
@@ -217,8 +222,8 @@ def load_wheel(wheel: Wheel) -> ctypes.CDLL:
 
     Raises OSError.
     """
-    # The library needs these files beside it. The copy is in another folder, so they are loaded
-    # here.
+    # The wheel's library expects the Fortran libraries in its own folder. The copy is in another
+    # folder, so they are loaded here first.
     for library in wheel.library.parent.glob("libgfortran*"):
         ctypes.CDLL(str(library))
     with open_folder(wheel.folder) as folder:
@@ -252,7 +257,8 @@ def open_folder(path: Path | None) -> Iterator[int]:
 def _make_copy(wheel: Wheel, folder: int) -> int:
     """Make the copy atomically, and return it open. Raises OSError.
 
-    Processes that start at the same time make the same copy, and the last one's stays.
+    Processes that start at the same time each make the copy, and the last to finish replaces the
+    file. All copies are equal.
     """
     making = f".{secrets.token_hex(8)}"
     writing = os.open(making, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=folder)
@@ -269,7 +275,9 @@ def _make_copy(wheel: Wheel, folder: int) -> int:
 
 
 def _rename_symbols(library: Path, output: int) -> None:
-    """Write a copy of a library with renamed exports to a file. Raises CopyFailed."""
+    """Write a copy of a library to the open file `output`, with its exports renamed. Raises
+    CopyFailed.
+    """
     names = "".join(f"{old} {new}\n" for old, new in new_names(library).items())
     options = ("--rename-dynamic-symbols", "/dev/stdin", "--set-soname", SONAME)
     try:

@@ -1,8 +1,9 @@
 """Code that mlx compiles with g++ for a CPU: the folder for it, and passes without compiled code.
 
-mlx writes source files to the temporary folder, runs g++ there and loads the result, in this and in
-later processes. So we give it a folder in the user's cache that nobody else can write to. If there
-is none, for example on a read-only disk, the temporary folder is used after all.
+mlx writes source files to the temporary folder, runs g++ there and loads the compiled libraries, in
+this process and in later ones. Other users could replace them, so we give mlx a folder in the
+user's cache that nobody else can write to. If that folder cannot be created, for example on a
+read-only disk, the temporary folder is used after all.
 """
 
 import os
@@ -33,7 +34,7 @@ FAILURES: Final = (
 
 def choose_folder(environment: Mapping[str, str]) -> Path:
     """Choose the folder where mlx compiles from now on, and create it if it is missing."""
-    # C++'s std::filesystem::temp_directory_path reads these, in this order.
+    # C++'s std::filesystem::temp_directory_path reads these variables, in this order.
     values = map(environment.get, ("TMPDIR", "TMP", "TEMP", "TEMPDIR"))
     temporary = Path(next(filter(None, values), "/tmp"))
     # The name includes the machine because different machines may share a home. On macOS the
@@ -45,8 +46,8 @@ def choose_folder(environment: Mapping[str, str]) -> Path:
             may_run = not os.fstatvfs(opened).f_flag & os.ST_NOEXEC
     if folder is None or not may_run or not os.access(folder, os.W_OK):
         return temporary
-    # putenv affects only C code, such as mlx, and g++. Python's temporary files and the sandboxes
-    # go by os.environ, which doesn't change.
+    # putenv affects only C code, such as mlx, and the g++ that mlx starts. Python's temporary files
+    # and the sandbox processes go by os.environ, which putenv doesn't change.
     os.putenv("TMPDIR", str(folder))
     return folder
 
@@ -55,7 +56,7 @@ FOLDER: Final = choose_folder(os.environ)
 
 
 def room() -> int:
-    """Return how many bytes can be written to the folder."""
+    """Return how many bytes can be written to the folder for compiled code."""
     return shutil.disk_usage(FOLDER).free if os.access(FOLDER, os.W_OK) else 0
 
 
@@ -84,11 +85,11 @@ def unfused() -> Iterator[None]:
 
 
 def name_failure(error: Exception) -> Exception:
-    """If the error is a failed compilation's, return one that also names the folder and its free
-    bytes; return any other error unchanged. Must run on the lane.
+    """If a failed compilation raised this error, return an error that also names the folder and the
+    free bytes there; return any other error unchanged. Must run on the lane.
 
-    After a failed compilation, passes run unfused until a model is loaded while there is room. All
-    compiled files are deleted, since a broken one would be loaded again and again.
+    After a failed compilation, passes run unfused until a model is loaded while the disk has room.
+    All compiled files are deleted, since a broken file would be loaded again and again.
     """
     if type(error) is not RuntimeError or not re.match(FAILURES, str(error)):
         return error

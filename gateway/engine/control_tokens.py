@@ -1,6 +1,6 @@
 """Encoding of texts so that control tokens in a caller's text are encoded as plain text.
 
-Otherwise a document could end the turn that contains it, and write the answer itself.
+Otherwise a document could end the turn that contains it and write the model's answer itself.
 """
 
 import secrets
@@ -106,13 +106,15 @@ class ControlTokens:
         pieces = [text]
         if tokenizer.pre_tokenizer:
             pieces = [word for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(text)]
-        # Some tokenizers put a space before every text; it is removed here.
+        # Some tokenizers put a space before every text. It is removed unless the token begins
+        # with a space.
         if pieces and pieces[0][:1] in ("▁", "Ġ") and content[:1] not in (" ", "▁", "Ġ"):
             pieces[0] = pieces[0][1:]
         ids = [word.id for piece in pieces if piece for word in tokenizer.model.tokenize(piece)]
         if self._contents.keys().isdisjoint(ids):
             return ids
-        # The model's vocabulary itself, such as a unigram's, may contain the token too.
+        # A vocabulary may contain the control token as an ordinary entry too, as a unigram model's
+        # may: then the text is encoded letter by letter.
         return [
             token.id
             for piece in pieces

@@ -1,6 +1,6 @@
 """The choice of the device, its dtype and memory limits, and functions that depend on the device.
 
-The package loads OpenBLAS before this module imports mlx.
+gateway/engine/__init__.py has loaded OpenBLAS before this module imports mlx.
 """
 
 import ctypes
@@ -33,8 +33,8 @@ class Device(StrEnum):
 
 def choose_device(requested: str) -> Device:
     """Return the device for `auto`, `cpu` or `gpu`. Raises ValueError if it isn't available."""
-    # https://ml-explore.github.io/mlx/build/html/python/metal.html: builds without a back end have
-    # its module too, but is_available() returns False.
+    # https://ml-explore.github.io/mlx/build/html/python/metal.html: a build without Metal or CUDA
+    # has the modules mx.metal and mx.cuda too, but their is_available() returns False.
     metal, cuda = mx.metal.is_available(), mx.cuda.is_available()
     if requested == "cpu":
         return Device.CPU
@@ -91,40 +91,42 @@ class Limits:
 def memory_limits(
     device: Device, info: Mapping[str, object], cache: int | None, wired: int | None
 ) -> Limits:
-    """Return limits, given the settings `cache` and `wired`. `info` is mlx's device_info of a GPU,
-    empty for a CPU.
+    """Return the limits to set in mlx. `cache` and `wired` are the settings, in bytes or None;
+    `info` is mlx's device_info of a GPU, empty for a CPU.
     """
     recommended = info.get("max_recommended_working_set_size")
     if device is not Device.METAL or not isinstance(recommended, int):
         return Limits(cache, None)
     # https://ml-explore.github.io/mlx/build/html/python/_autosummary/mlx.core.set_wired_limit.html
-    # By default no memory is wired: with wired memory, concurrent streams and a prompt cache that
-    # changes all the time, as here, macOS's kernel panicked within two minutes; without, it ran for
-    # four hours (https://github.com/ml-explore/mlx/issues/3186, mlx-lm #1666). Wiring more than
-    # recommended is an error.
+    # By default no memory is wired. With wired memory, concurrent streams and a prompt cache that
+    # changes all the time, as here, macOS's kernel panicked within two minutes; without wired
+    # memory, the same load ran for four hours (https://github.com/ml-explore/mlx/issues/3186,
+    # mlx-lm #1666). mlx raises an error if more is wired than recommended.
     if wired is not None:
         wired = min(wired, recommended)
     # If more bytes are cached than this limit, or all memory is used, MLX itself returns buffers to
     # the system while others are in flight, which also caused panics (mlx #3346). So the limit is
-    # all that the models' default budget leaves, and `give_back` empties the cache long before.
+    # all memory beyond the models' default budget, and `give_back` empties the cache long before.
     if cache is None:
         cache = recommended // 4
     return Limits(cache, wired)
 
 
 # MLX's limit on the number of buffers if `iogpu.rsrc_limit` isn't set
-# (mlx/backend/metal/device_info.cpp). It counts live buffers and those cached for reuse; beyond it
-# MLX raises "Resource limit (499000) exceeded" (mlx #3849).
+# (mlx/backend/metal/device_info.cpp). Live buffers and buffers cached for reuse both count; beyond
+# the limit MLX raises "Resource limit (499000) exceeded" (mlx #3849).
 METAL_BUFFERS: Final = 499_000
-KEPT_SHARE: Final = 0.5  # the prefix cache's share of them; weights, rows and passes need the rest
-# Longer passes are evaluated in parts. macOS ends a command buffer after about five seconds, or
-# sooner to draw the screen (exo #1620, omlx #1387, mlx #3267); Apple documents no number.
+# The prefix caches' share of the buffers; weights, rows and passes need the rest.
+KEPT_SHARE: Final = 0.5
+# Seconds. After a longer pass, the next one is evaluated in parts. macOS ends a command buffer
+# after about five seconds, or sooner to draw the screen (exo #1620, omlx #1387, mlx #3267); Apple
+# documents no number.
 PASS_S: Final = 1.0
 
 
 @dataclass(slots=True)
 class KeptBuffers:
-    """The number of arrays in all models' prefix caches, and its limit."""
+    """The number of arrays in the prefix caches of all models together, and the most allowed."""
 
     limit: float = math.inf
     count: int = 0
@@ -141,7 +143,7 @@ class DeviceBounds:
 
 
 def read_bounds(device: Device, info: Mapping[str, object]) -> DeviceBounds:
-    """Return the limits of a device; `info` is its device_info from mlx. Only Metal has any."""
+    """Return the limits of a device, given mlx's device_info. Only Metal has limits."""
     if device is not Device.METAL:
         return DeviceBounds()
     buffers, largest = info.get("resource_limit"), info.get("max_buffer_length")
@@ -190,7 +192,7 @@ _KNOWN_BY: Final = (
 
 
 def device_facts(device: Device) -> dict[str, str | int]:
-    """Return mlx's information about a device, without any that identifies this very machine."""
+    """Return mlx's information about a device, leaving out all that identifies this machine."""
     info = mx.device_info(mx.Device(mx.cpu if device is Device.CPU else mx.gpu, 0))
     return {name: info[name] for name in _KNOWN_BY if name in info}
 
@@ -203,7 +205,9 @@ def leave() -> None:
 
 
 def cpu_threads() -> int:
-    """Return the number of threads that OpenBLAS uses; without OpenBLAS, of cores to be used."""
+    """Return the number of threads that OpenBLAS uses; without OpenBLAS, the number of cores that
+    this process may use.
+    """
     if OPENBLAS is not None:
         return max(1, int(OPENBLAS.openblas_get_num_threads()))
     if sys.platform == "linux":
@@ -215,8 +219,8 @@ _own = threading.local()
 
 
 def cpu_streams(count: int) -> list[mx.Stream]:
-    """Return `count` CPU streams of this thread, creating missing ones. mlx runs each stream in its
-    own thread.
+    """Return `count` CPU streams of this thread, creating missing ones. mlx runs each stream in a
+    separate thread.
     """
     made: list[mx.Stream] = _own.__dict__.setdefault("streams", [])
     while len(made) < count:
@@ -226,8 +230,8 @@ def cpu_streams(count: int) -> list[mx.Stream]:
 
 @contextmanager
 def single_threaded_blas() -> Iterator[None]:
-    """Make OpenBLAS use one thread per call inside the context, where several streams call it at
-    the same time.
+    """Make OpenBLAS use one thread per call inside the context. Use it where several streams call
+    OpenBLAS at the same time.
     """
     if OPENBLAS is None:
         yield
@@ -300,9 +304,9 @@ def launch(*arrays: object) -> None:
 
 
 def is_late() -> bool:
-    """Return True if errors of this thread's device may come late: after `mx.eval` has returned.
+    """Return True if errors of this thread's device may be raised late: after `mx.eval` returned.
 
-    GPUs' errors may. If a Metal command buffer fails that isn't the last one of an evaluation, the
+    This is true of GPUs. If a Metal command buffer fails before an evaluation's last one, the
     arrays contain zeros, `mx.eval` returns, and the error is raised at the stream's next use (mlx
     #3979, and pull requests 4134 and 4174).
     """
@@ -310,8 +314,8 @@ def is_late() -> bool:
 
 
 def confirm() -> None:
-    """If errors may come late, wait for all launched work, and raise its error. Must run on the
-    lane. Results of a pass are delivered or stored only after this call.
+    """If errors may be raised late (`is_late`), wait for all launched work and raise its error. A
+    pass's results may be delivered or stored only after this call. Must run on the lane.
     """
     if is_late():
         mx.synchronize()
@@ -347,9 +351,9 @@ def clear_cache(mlx: FreedBuffers = mx) -> None:
 def give_back() -> None:
     """Return freed memory to the system. Must run on the lane.
 
-    Keeping memory saves page faults, but a process that never returns any stays as large as at its
-    peak. On a CPU, a call took 4 to 14 ms under a load of embeddings, and 58 ms after prompts of
-    5,000 tokens, when the process shrank from 752 to 449 MB.
+    Keeping memory saves page faults, but a process that never returns memory stays as large as it
+    ever was. On a CPU, a call took 4 to 14 ms under a load of embeddings, and 58 ms after prompts
+    of 5,000 tokens, when the process shrank from 752 to 449 MB.
     """
     clear_cache()
     trim = _of_glibc("malloc_trim")
@@ -375,7 +379,9 @@ def cgroup_limits(groups: Path, membership: Path) -> list[int]:
 
 
 def _limit_files(groups: Path, membership: Path) -> Iterator[Path]:
-    """Yield all files that may contain a limit. Inside a container, a group's path is often /."""
+    """Yield all files that may contain a memory limit of this process: one for its control group
+    and one for each parent. Inside a container, the group's path is often /.
+    """
     try:
         lines = membership.read_text(encoding="utf-8").splitlines()
     except OSError:  # not Linux
@@ -397,7 +403,7 @@ def _limit_files(groups: Path, membership: Path) -> Iterator[Path]:
 def _number(file: Path) -> int | None:
     try:
         return int(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # no such group here, or "max"
+    except (OSError, ValueError):  # the file doesn't exist, or contains "max": no limit
         return None
 
 

@@ -3,8 +3,8 @@
 MLX raises a RuntimeError for every device error; only the message differs. The messages here are
 those of MLX 0.32.4's wheels, and files are named as in its repository,
 https://github.com/ml-explore/mlx. A Metal error is raised once, by the next call that waits for the
-stream, and the failed work's results are undefined (mlx/error.h, mlx/backend/metal/device.cpp).
-Results of a failed pass are therefore never used.
+stream, and the results of the failed work are undefined (mlx/error.h and
+mlx/backend/metal/device.cpp). Results of a failed pass are therefore never used.
 """
 
 import re
@@ -19,13 +19,15 @@ _CUDA: Final = r"cu[A-Za-z]\w*\(.*\) failed: "
 
 # Pairs of a pattern for the beginning of a message and its meaning; the first match counts.
 FAULT_TEXTS: Final = (
-    # Metal, mlx/backend/metal/device.cpp. Words in front of a constant may be localised.
+    # Metal, mlx/backend/metal/device.cpp. macOS may translate the words before the error's
+    # constant, so only the constant is matched.
     # The kernel refuses all further work of this process: omlx #3706, mlx-lm #1572.
     (f"{_METAL}SubmissionsIgnored", Fault.FATAL),
     # Metal works again once memory is free: mlx #3523, mlx-omni-server #59.
     (f"{_METAL}OutOfMemory", Fault.PRESSURE),
-    # Any other Metal error. Two timeouts had no effect before submissions were ignored (omlx #3706,
-    # mlx-lm #1572); after a hang or a page fault the GPU is restarted (mlx-vlm #697, #1064); an
+    # Any other Metal error. The device may still work or not: two timeouts had no effect before
+    # submissions were ignored (omlx #3706, mlx-lm #1572); after a hang or a page fault the GPU is
+    # restarted (mlx-vlm #697, #1064); an
     # "innocent victim" error is caused by another process (mlx-openai-server #169); and macOS may
     # end work in favour of drawing the screen (mlx #3267).
     (r"\[METAL\] ", Fault.UNKNOWN),
@@ -56,7 +58,8 @@ FAULT_TEXTS: Final = (
             "tensor memory not completely freed",
             "the MPS client has been terminated",
             "an async error has occured in external entity",
-            # The header says nothing about 214, 220, 709, 201 and 4, but the context is lost too.
+            # The errors 214, 220, 709, 201 and 4: the header doesn't say that the process must be
+            # restarted, but the CUDA context is lost too.
             "uncorrectable ECC error encountered",
             "uncorrectable NVLink error detected",
             "context is destroyed",
@@ -64,8 +67,8 @@ FAULT_TEXTS: Final = (
             "driver shutting down",
         )
     ),
-    # The device works, but has no kernel for an operation. The messages are from mlx/backend, whose
-    # folders word them differently.
+    # The device works, but has no kernel for an operation. The messages are from mlx/backend; its
+    # folders cpu, metal and cuda word them differently.
     *(
         (text, Fault.ROW)
         for text in (

@@ -1,10 +1,10 @@
-"""Search for models on this machine: in Hugging Face's cache, LM Studio's folders, or any folder;
-and the kind of each model, told from its files: chat, embedding or rerank.
+"""Search for models on this machine: in Hugging Face's cache, LM Studio's folders, or any folder.
+Each model's kind (chat, embedding or rerank) is read from its files.
 
-Nothing is downloaded, and no server is asked. If a model's kind is unclear, it is refused, with an
-entry for models.yaml that would state the kind. A name is only used as evidence against the kind
-chat: mlx-lm conversions of embedding models have the architecture, and even the chat template, of
-the chat model that they were trained from.
+Nothing is downloaded, and no server is asked. A model whose kind is unclear is refused, and the
+error suggests an entry for models.yaml that would state the kind. A model's name is only used as
+evidence against the kind chat: mlx-lm conversions of embedding models have the architecture, and
+even the chat template, of the chat model that they were trained from.
 """
 
 import contextlib
@@ -49,8 +49,8 @@ _SCORES: Final = "kind: rerank, scoring: labels"
 
 
 class _Unclear(Exception):
-    """A model's kind is unclear, for this reason; `keys` are those that would state it in
-    models.yaml.
+    """A model's kind is unclear; the message says why. `keys` are the keys that would state the
+    kind in models.yaml.
     """
 
     def __init__(self, why: str, keys: str = "kind: …") -> None:
@@ -59,10 +59,10 @@ class _Unclear(Exception):
 
 
 def read_kind(files: Path | None, model: str, source: str) -> Kind:
-    """Return the kind of a model, from its folder, which needs no weights, or from its GGUF file's
-    header. `files` is None for a GGUF file that isn't downloaded yet.
+    """Return the kind of a model, read from `files`: its folder, in which the weights may be
+    missing, or its GGUF file. `files` is None for a GGUF file that isn't downloaded yet.
 
-    `model` is the id, which contains the repository's name; `source` has the form of models.yaml.
+    `model` is the id, which contains the repository's name; `source` is written as in models.yaml.
     Raises ModelRefused.
     """
     try:
@@ -154,7 +154,7 @@ def _of_decoder(folder: Path, model: str, kind: str, config: Mapping[str, Any]) 
 
 
 def read_object(folder: Path, name: str) -> dict[str, Any]:
-    """Return the object in a JSON file; an empty dict if there is no such file."""
+    """Return the object in a JSON file; an empty dict if the file doesn't exist."""
     if not (folder / name).is_file():
         return {}
     with (folder / name).open("rb") as file:
@@ -175,7 +175,7 @@ class Found:
     """A model on the disk. If `kind` is None, `why` is the reason that it is not served."""
 
     model: str
-    source: str  # in the form of models.yaml
+    source: str  # written as in models.yaml
     kind: Kind | None
     why: str = ""
 
@@ -195,8 +195,8 @@ def discover(places: Sequence[str], hub: Hub) -> Iterator[Found]:
 
 
 def _find_cached(cache: Path) -> Iterator[Found]:
-    """Yield the models in Hugging Face's cache: each at the commit of `main` or, if that cannot be
-    served, at another commit.
+    """Yield each model in Hugging Face's cache once: at the commit of its branch `main` or, if that
+    commit cannot be served, at another one.
     """
     for repo in _listed(cache):
         if not repo.name.startswith("models--"):
@@ -221,7 +221,9 @@ def _lmstudio_folders(home: Path) -> list[Path]:
 
 
 def _find_below(folder: Path, name: str = "", depth: int = 2) -> Iterator[Found]:
-    """Yield the models of a folder: itself, those in it, and those in each folder in it."""
+    """Yield the models in a folder: the folder itself if it is a model, and the models in its
+    subfolders down to `depth`.
+    """
     files = _model_files(folder)
     yield from _each(files, name or folder.name, f"path:{folder}")
     if depth and folder not in files:  # folders inside a model are its parts
@@ -230,7 +232,7 @@ def _find_below(folder: Path, name: str = "", depth: int = 2) -> Iterator[Found]
 
 
 def _each(files: Iterable[Path], name: str, source: str, commit: str = "") -> Iterator[Found]:
-    """Yield a model for each path: a model's folder or a GGUF file."""
+    """Yield one model for each of these paths, which are model folders and GGUF files."""
     for path in files:
         inner = f"/{path.name}" if is_gguf(path.name) else ""
         model = re.sub(r"[\s,]+", "-", name + inner)
@@ -248,7 +250,7 @@ def _found(path: Path, model: str, source: str) -> Found:
 
 
 def _model_files(folder: Path) -> list[Path]:
-    """Return the folder itself if it is a model's, and the GGUF files in it."""
+    """Return the folder itself if it is a model, and the GGUF files in it."""
     with contextlib.suppress(OSError, ValueError):
         names = sorted(entry.name for entry in os.scandir(folder))
         whole = [folder] if "config.json" in names else []

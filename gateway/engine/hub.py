@@ -1,13 +1,12 @@
 """A model's files: in a folder, in an installed package, or downloaded from the hub.
 
-A model is a folder or a single GGUF file; its path tells which. All functions block: run them on a
-thread, never on the event loop or the lane.
+A model is a single GGUF file if its path ends with .gguf, and a folder otherwise. All functions
+block: run them on a thread, never on the event loop or the lane.
 
-huggingface_hub only downloads small files and links all files. Its download of large files has two
-faults (2.4, `_download_to_tmp_and_move`, since its pull request 4228): every try uses a new
-temporary file, so a download that is killed starts from the beginning, and only sizes are checked.
-So large files are downloaded here, over plain HTTP instead of hf-xet, their hashes are checked, and
-they are put where huggingface_hub finds them.
+We let huggingface_hub download only small files, and link all files. Its download of large files
+has two faults (2.4, `_download_to_tmp_and_move`, since its pull request 4228): each try uses a new
+temporary file, so a killed download starts from the beginning, and only sizes are checked. So large
+files are downloaded here, by plain HTTP instead of hf-xet, and stored where it finds them.
 """
 
 import contextlib
@@ -60,7 +59,7 @@ from gateway.registry import (
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-_MOVES = 3  # tries of a download during which the branch moves to another commit
+_MOVES = 3  # tries of a download: the branch may move to another commit during each of them
 SPARE_BYTES = 1 << 24  # bytes by which small files may grow while a model is downloaded
 
 
@@ -74,11 +73,11 @@ class HubFile:
 
     name: str
     size: int  # bytes
-    sha256: str | None = None  # only of large files, which the hub stores outside of git
+    sha256: str | None = None  # known only for large files, which the hub stores outside of git
 
 
 def room_needed(files: Iterable[HubFile], blobs: Path) -> int:
-    """Count the bytes of large files that are not on the disk yet, not even in partial files."""
+    """Count the bytes of large files that are still to be downloaded, beyond all partial files."""
     large = [file for file in files if file.sha256]
     return sum(max(0, file.size - _stored_bytes(file, blobs)) for file in large)
 
@@ -92,7 +91,7 @@ def require_room(needed: int, folder: Path) -> None:
 
 
 def _free(folder: Path) -> tuple[Path, int]:
-    """Return the folder, or its nearest existing parent, and the free bytes there."""
+    """Return the folder, or its nearest existing parent, and the free bytes on its disk."""
     there = next(parent for parent in (folder, *folder.parents) if parent.is_dir())
     return there, shutil.disk_usage(there).free
 
@@ -112,9 +111,9 @@ class BoundedFile(io.BufferedWriter):
 def fetch(url: str, file: HubFile, blobs: Path) -> None:
     """Download a large file to the cache's blobs, where huggingface_hub looks first.
 
-    A partial file is completed. It gets the blob's name only once its hash is verified. If another
-    process downloads the same file, wait for it. Raises Damaged, OSError if the file cannot be
-    stored, and HTTP errors.
+    A partial file is completed, and gets the blob's name only once its hash is verified. If another
+    process is downloading the same file, wait until it is done. Raises Damaged, HTTP errors, and
+    OSError if the file cannot be stored.
     """
     assert file.sha256 is not None
     blob, part = blobs / file.sha256, blobs / f"{file.sha256}.part"
@@ -182,7 +181,7 @@ def _fetch_rest(url: str, file: HubFile, part: Path) -> None:
                 displayed_filename=file.name,
             )
     except (Damaged, OSError) as error:
-        if isinstance(error, Damaged) or error.errno in _FULL:  # a full disk is freed for others
+        if isinstance(error, Damaged) or error.errno in _FULL:  # free the full disk for other uses
             part.unlink()
         raise
 
@@ -206,14 +205,14 @@ def _remove(path: Path) -> None:
     path.unlink(missing_ok=True)
 
 
-# If one thread cannot connect, huggingface_hub closes the client of all threads (2.4,
-# http_backoff).
+# Replaced because huggingface_hub (2.4, http_backoff) calls it when one thread cannot connect, and
+# it closes the HTTP client that all threads share.
 _http.close_session = lambda: None
 # Warnings are turned off: we log errors ourselves.
 logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-# Weights are accepted only as safetensors; pickles are not even downloaded.
+# The files that are downloaded. Weights are accepted only as safetensors, so pickles are left out.
 FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
-# Files that are not needed: second copies of the weights in their makers' formats (gpt-oss,
+# Files that are not needed: second copies of the weights in the model makers' formats (gpt-oss,
 # Mistral), and an adapter's weights at earlier training steps, saved by mlx-lm's trainer.
 COPIES = ["original/*", "consolidated*", "[0-9]*_adapters.safetensors"]
 ADAPTER_FILES = ("adapter_config.json", "adapters.safetensors")
@@ -257,7 +256,7 @@ def on_disk(spec: ModelSpec, hub: Hub) -> Path | None:
 
 
 def is_installed(source: HubSource) -> bool:
-    """Return True if an installed package has the same files."""
+    """Return True if a package with the files of this source is installed."""
     return source.package is not None and package_folder(source.package.module) is not None
 
 
@@ -298,7 +297,7 @@ def is_wanted(name: str) -> bool:
 
 
 def ask_hub(spec: ModelSpec, hub: Hub) -> int:
-    """Ask the hub for a model's size in bytes, within `timeout_s`. Call it before a download.
+    """Ask the hub for a model's size in bytes. Waits `timeout_s` at most. Call before a download.
 
     Raises ModelUnavailable, which names the model and the cause.
     """
@@ -324,7 +323,7 @@ def fetched_bytes(spec: ModelSpec, hub: Hub) -> int:
     assert isinstance(source, HubSource)
     total, blobs = 0, blobs_of(source, hub)
     files = {*blobs.glob("*")}
-    if source.file is not None:  # the file shares its repository with others
+    if source.file is not None:  # other files of this repository don't count
         links = blobs.parent.glob(f"snapshots/*/{glob.escape(source.file)}")
         files = {*blobs.glob("*.part"), *(link.resolve() for link in links)}
     for file in files:
@@ -340,7 +339,7 @@ def download(spec: ModelSpec, hub: Hub) -> Path:
     """
     source = spec.source
     assert isinstance(source, HubSource)
-    disable_progress_bars()  # progress is shown from fetched_bytes
+    disable_progress_bars()  # the gateway shows the progress itself, by `fetched_bytes`
     try:
         return _download_missing(source, hub)
     except Exception as error:

@@ -46,14 +46,14 @@ class Offer:
 
     commit: str
     size: int  # bytes of all files that a download needs
-    missing: int  # bytes of those that are not on the disk
+    missing: int  # bytes of these files that are not on the disk yet
     kind: Kind
-    has_code: bool  # code is never fetched and never run
+    has_code: bool  # its repository has Python code, which we never download or run
 
 
 def require_public(source: HubSource, hub: Hub, model: str) -> None:
-    """Raise ModelRefused if the repository is private or gated, or isn't spelled `source.repo` on
-    the hub. Raises ModelNotFound and ModelUnavailable as `look` does.
+    """Raise ModelRefused if a repository is private or gated, or if its name on the hub is spelled
+    differently. Raises ModelNotFound and ModelUnavailable as `look` does.
     """
     require_download(source, hub, model)
     try:
@@ -62,7 +62,8 @@ def require_public(source: HubSource, hub: Hub, model: str) -> None:
         raise _missing(source, model, error) from error
     if info.private or info.gated:
         raise ModelRefused(model, f"{source.repo} is not public, but gated or private.")
-    # The hub also accepts old names and any case; each would be downloaded as another model.
+    # The hub also accepts a repository's old names, and names in any case. Each spelling would be
+    # downloaded as another model.
     if info.id != source.repo:
         raise ModelRefused(model, f"its name on the hub is {info.id}.")
 

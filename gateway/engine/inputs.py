@@ -1,5 +1,5 @@
-"""The maximum input length of a model, and whether its architecture is verified: read from its
-files before it is loaded, without weights.
+"""A model's maximum input length and modalities, and whether its architecture is verified. All is
+read from the model's files, without weights, before the model is loaded.
 
 The embedding modules need mlx, so they are imported only for embedding and rerank models.
 """
@@ -19,10 +19,10 @@ from gateway.registry import ChatSpec, EmbeddingSpec, Inputs, ModelSpec, is_gguf
 
 
 def read_inputs(spec: ModelSpec, hub: Hub) -> Inputs | None:
-    """Return the inputs that a model accepts; None if its files are not on this disk. An adapter
-    accepts those of its base.
+    """Return the inputs that a model accepts; None if its files are not on this disk. For an
+    adapter, return the inputs of its base.
 
-    It blocks on files, but doesn't read unchanged ones again.
+    The call blocks on files, but files that haven't changed are not read again.
     """
     if isinstance(spec, ChatSpec):
         spec = spec.base_spec or spec
@@ -43,8 +43,8 @@ def read_inputs(spec: ModelSpec, hub: Hub) -> Inputs | None:
 
 
 def _reader(spec: ModelSpec) -> tuple[Callable[..., int | None], *tuple[Hashable, ...]]:
-    """Return the function that reads a model's limit from its files, and its further arguments,
-    which are settings of models.yaml.
+    """Return the function that reads a model's maximum input length from its files, and the
+    arguments to call it with after the files: settings of models.yaml, mostly.
     """
     if isinstance(spec, ChatSpec):
         return read_context, spec.max_context
@@ -76,7 +76,7 @@ def _reads_images(files: Path, _: Hashable) -> bool:
 
 def _condition(files: Path) -> Hashable:
     """Return a value that changes whenever a model's JSON files, or its GGUF file, change. Raises
-    OSError if a pipe or a device is among them: reading one could block forever.
+    OSError if one of them is a pipe or a device, since reading it could block forever.
     """
     parts = [files]
     if not is_gguf(files.name):  # sentence-transformers' modules have folders with JSON files

@@ -1,19 +1,19 @@
-"""Work of unbounded cost, for callers and checkpoints, in a process of its own; see
-serving/sandbox.py.
+"""The program of the sandbox processes, which do work of unknown cost, such as rendering a
+checkpoint's chat template. serving/sandbox.py starts and kills these processes.
 
-A script, run by path, so that nothing of ours is imported, and never mlx. Its arguments are the
-file descriptor of a `multiprocessing` connection, and the kind of request that it prepares for. It
-reports that it is ready, then takes requests and answers each. It ends with the connection.
+It is run as a script, by its path, so it imports no other module of the gateway, and never mlx. Its
+arguments are the file descriptor of a `multiprocessing` connection and the kind of request to warm
+up for. It reports that it is ready, then answers requests until the connection is closed.
 
-Messages are JSON, in bytes. A request is an object: `kind`, `processor_s` of processor time after
-which the kernel ends the process by SIGPROF, `seconds` after which it does so even if the gateway
-is gone, `max_bytes` of memory beyond the use at the start, and the fields of the kind. An answer is
-a list: an outcome, its value, and whether the process has grown so large that another should
-replace it.
+Messages are JSON, in bytes. A request is an object: `kind`; `processor_s`, the processor time after
+which the kernel ends the process by SIGPROF; `seconds`, the time after which the kernel ends it
+even if the gateway is gone; `max_bytes`, the memory allowed beyond its use at the start; and the
+fields of its kind. An answer is a list: an outcome, its value, and whether the process has grown so
+large that another should replace it.
 
-A file or pixels are a message of their own, as they are. A request whose `data` is a number is
-followed by a file of that many bytes. An answer whose value is bytes is a list of four, the value
-null and the last one their number, and they follow.
+Files and pixels are sent as separate messages, not encoded. If a request's `data` is a number, the
+next message is a file of that many bytes. If an answer's value is bytes, its list has null for the
+value and a fourth item, the number of these bytes, and the next message is the bytes.
 """
 
 import contextlib
@@ -40,27 +40,32 @@ if TYPE_CHECKING:
 Answer: TypeAlias = tuple[str, Any]
 Request: TypeAlias = Mapping[str, Any]
 Sandbox: TypeAlias = Callable[[Request, bytes], Answer]
-"""Does a request, unless one of that key has ended a process, and returns an outcome and its value:
-one of its kind, or large, busy, slow, late, died or killed with a reason.
+"""Runs a request, unless an earlier one with the same key ended its process. Returns an outcome and
+its value: an outcome of the request's kind, or large, busy, slow, late, died or killed, with a
+reason.
 """
 
-# The stack is no larger than that of the gateway's threads, so that a recursion that survives here
-# survives there.
+# The stack is no larger than that of the gateway's threads, so that a recursion that doesn't
+# overflow it here doesn't overflow the gateway's either.
 STACK_BYTES: Final = 4 << 20
 TRIAL_STEPS: Final = 8
-# The most tokens: the gateway would list each of them, at every step.
+# The most tokens that a grammar may force at once: at every step, the gateway would list all of
+# them.
 MOST_FORCED: Final = 1 << 17
-TRIAL_FORCED: Final = 64  # tokens taken at a step
-MOST_REASON: Final = 2000  # the most characters of a refusal
-SPENT_BYTES: Final = 512 << 20  # bytes of a process to be replaced: malloc gives little back
-# Keywords whose value depends on values that do not fit, or on the parts that were looked at.
+TRIAL_FORCED: Final = 64  # the most forced tokens that a step of the trial takes
+MOST_REASON: Final = 2000  # the most characters of a refusal's reason
+# A larger process is replaced, since malloc returns little memory to the system.
+SPENT_BYTES: Final = 512 << 20
+# Keywords of JSON Schema with which a value may be valid only because a subschema refuses it or a
+# part of it, or because other subschemas have evaluated its parts.
 TURNING: Final = ("not", "oneOf", "if", "maxContains", "unevaluatedItems", "unevaluatedProperties")
 END: Final = "<|end of the trial|>"
-MOST_PIXELS: Final = 64_000_000  # pixels of an image, as many as Anthropic's API reads
+MOST_PIXELS: Final = 64_000_000  # the most pixels of an image, as in Anthropic's API
 MOST_SIDE: Final = 16_384  # pixels
-MOST_ASPECT: Final = 200  # times the shorter side: Qwen's own processor refuses a longer one
+# The longest side of an image, in shorter sides, as in Qwen's image processor.
+MOST_ASPECT: Final = 200
 LEAST_SIDE: Final = 4  # pixels
-# The turn that each orientation of EXIF asks for, by Pillow's names.
+# The transposition, named as in Pillow, that turns an image of each EXIF orientation upright.
 TURNS: Final = {
     2: "FLIP_LEFT_RIGHT", 3: "ROTATE_180", 4: "FLIP_TOP_BOTTOM", 5: "TRANSPOSE", 6: "ROTATE_270",
     7: "TRANSVERSE", 8: "ROTATE_90",
@@ -69,15 +74,15 @@ ON_ITS_SIDE: Final = 5  # this orientation and later ones swap width and height
 
 
 def try_grammar(request: Request) -> Answer:
-    """Compile with llguidance for a small tokenizer, and take some steps.
+    """Try out a grammar: compile it with llguidance for a small tokenizer, and take some steps.
 
-    `spec` is llguidance's own form; `specials` are the control tokens it names; `limits`
-    are those of LLParserLimits.
+    `spec` is the grammar in llguidance's format, `specials` are the control tokens that it names,
+    and `limits` are the arguments of LLParserLimits.
     """
     from llguidance import LLMatcher, LLParserLimits
 
-    # The gateway compiles again, with the model's tokenizer. Here only survival counts, and faults
-    # of the grammar itself, which could take long to find twice.
+    # The gateway will compile the grammar again, with the model's tokenizer. The trial only shows
+    # whether llguidance survives it, and finds its errors: finding them may take long.
     tokenizer, eos = _bytes_tokenizer(tuple(request["specials"]))
     matcher = LLMatcher(
         tokenizer, request["spec"], log_level=0, limits=LLParserLimits(**request["limits"])
@@ -96,14 +101,14 @@ def try_grammar(request: Request) -> Answer:
         allowed = [i for i in range(eos) if mask[i // 8] >> (i % 8) & 1]
         if not allowed:
             break
-        # A quote ends a string.
+        # A quote is preferred: it ends a JSON string, so the steps reach more of the grammar.
         matcher.consume_token(ord('"') if ord('"') in allowed else allowed[0])
     return "tried", None
 
 
 @functools.lru_cache(maxsize=8)
 def _bytes_tokenizer(specials: tuple[str, ...]) -> tuple[Any, int]:
-    """Make a tokenizer of all bytes and these control tokens; with it, its last id, the end."""
+    """Return a tokenizer whose tokens are all bytes, these control tokens and END; and END's id."""
     from llguidance import LLTokenizer
     from llguidance._tokenizer import TokenizerWrapper
 
@@ -122,8 +127,8 @@ def _bytes_tokenizer(specials: tuple[str, ...]) -> tuple[Any, int]:
 def render(request: Request) -> Answer:
     """Render a chat template as transformers does.
 
-    `arguments` are those of its `render_jinja_template`, as JSON; a text longer than `max_chars` is
-    too large.
+    `arguments` are the arguments of transformers' `render_jinja_template`, as JSON. The outcome is
+    `large` if the text is longer than `max_chars`.
     """
     try:
         rendered: Any = _renderer()(**json.loads(request["arguments"]))
@@ -139,9 +144,9 @@ def render(request: Request) -> Answer:
 
 @functools.cache
 def _renderer() -> Callable[..., Any]:
-    """Import transformers' `render_jinja_template`, and of transformers little else."""
-    # The packages above it import modules that no template needs: without running those, it takes a
-    # third of the time and two thirds of the memory.
+    """Import transformers' `render_jinja_template`, and little else of transformers."""
+    # The `__init__.py` of both packages is not run, since it imports modules that no template
+    # needs. That saves two thirds of the time and a third of the memory.
     for package in ("transformers", "transformers.utils"):
         if package in sys.modules:
             continue
@@ -154,11 +159,12 @@ def _renderer() -> Callable[..., Any]:
 
 
 def judge(request: Request) -> Answer:
-    """Judge whether an answer, JSON, fits a schema, by the rules of a draft of jsonschema_rs's.
+    """Judge whether a JSON answer fits a JSON Schema. `draft` names a validator of jsonschema_rs.
 
-    Patterns take linear time; those with look-arounds backtrack, for a limited number of steps. A
-    reference that leads out of the schema is never followed, and allows everything: then an answer
-    that fits may not fit, and one that doesn't may, if a keyword inverts it.
+    Patterns take linear time; patterns with look-arounds backtrack, for a limited number of steps.
+    A reference to another document is never followed: it is treated as a schema that allows all
+    values. So if the answer then fits, or a keyword of TURNING might invert the result, the outcome
+    is `refused`.
     """
     import jsonschema_rs as rs
 
@@ -191,12 +197,13 @@ def judge(request: Request) -> Answer:
 
 
 def read_answer(request: Request) -> Answer:
-    """Read an answer by a checkpoint's `response_template`, as transformers does.
+    """Parse a model's answer with its checkpoint's `response_template`, as transformers does.
 
-    `prefix` is the end of its prompt, and `tools` are the functions that it may call. With None for
-    `text`, only check that `template` is valid.
+    `prefix` is the end of the answer's prompt, and `tools` are the functions that the answer may
+    call. If `text` is None, only check that `template` is valid.
     """
-    # The reader imports this module too; here it is imported alone.
+    # The parser imports the module of `_renderer` too. This call imports it first, without the rest
+    # of transformers.
     _renderer()
     from transformers.utils.chat_parsing import parse_response
     from transformers.utils.chat_parsing.response_templates import load_response_template
@@ -204,20 +211,22 @@ def read_answer(request: Request) -> Answer:
     template, prefix = load_response_template(request["template"]), request["prefix"]
     if request["text"] is None:
         return "read", None
-    if template.start_anchor_re.search(prefix) is None:  # it would parse the whole conversation
+    # A prefix without the start of the answer would be parsed as a whole conversation.
+    if template.start_anchor_re.search(prefix) is None:
         prefix = ""
     return "read", parse_response(request["text"], template, prefix=prefix, tools=request["tools"])
 
 
 class Unfit(Exception):
-    """An image that is not decoded, and why."""
+    """Raised for an image that is not decoded; the message is the reason."""
 
 
 def read_image(request: Request) -> Answer:
-    """Measure an image file, `data`, or decode it to `width` times `height` pixels.
+    """Measure the image file `data`, or decode it to `width` times `height` pixels.
 
-    Its size is that after the turn which its EXIF asks for, and comes from its header. Pixels are
-    rows of red, green and blue, a byte each; `resample` is one of Pillow's filters.
+    The measured size is read from the file's header, and is that of the upright image: EXIF may say
+    that it is turned. Pixels are rows of red, green and blue, a byte each; `resample` names one of
+    Pillow's filters.
     """
     from PIL.Image import Resampling, Transpose
 
@@ -228,20 +237,20 @@ def read_image(request: Request) -> Answer:
         image.load()
         turn = TURNS.get(orientation)
         turned = image.transpose(Transpose[turn]) if turn else image
-        del image  # its pixels may be a quarter of the memory
+        del image  # its pixels may take a quarter of the allowed memory
         size, resample = (request["width"], request["height"]), request["resample"].upper()
         return "decoded", _to_rgb(turned).resize(size, Resampling[resample]).tobytes()
     except MemoryError:
         raise
     except Unfit as error:
         return "refused", str(error)
-    except Exception as error:  # Pillow raises many kinds for a broken file
+    except Exception as error:  # Pillow raises many kinds of errors for a broken file
         is_cut = "truncated" in str(error).lower()
         return "refused", "it is cut off" if is_cut else f"it is broken: {error}"[:MOST_REASON]
 
 
 def refuse_size(width: int, height: int) -> str | None:
-    """Say why an image of this size is not decoded; None if it is."""
+    """Return the reason why an image of this size is not decoded; None if it may be decoded."""
     size = f"it has {width:,} × {height:,} pixels"
     if width * height > MOST_PIXELS:
         return f"{size}, over {MOST_PIXELS:,} in all"
@@ -255,7 +264,7 @@ def refuse_size(width: int, height: int) -> str | None:
 
 
 def _open_image(data: bytes) -> "tuple[ImageFile, int]":
-    """Read an image's header; return it with its orientation, by EXIF."""
+    """Read an image's header. Return the image, not decoded yet, and its EXIF orientation."""
     from PIL import Image
 
     reader = next((each for is_one, each in _image_readers() if is_one(data)), None)
@@ -267,7 +276,7 @@ def _open_image(data: bytes) -> "tuple[ImageFile, int]":
         raise Unfit(f"it has over {MOST_PIXELS:,} pixels") from None
     if problem := refuse_size(*image.size):
         raise Unfit(problem)
-    if b"eXIf" in data:  # a PNG's may come after its pixels
+    if b"eXIf" in data:  # the EXIF of a PNG file may come after its pixels
         image.load()
     with contextlib.suppress(Exception):  # an image whose EXIF is broken is shown as it is
         orientation = Image.Image.getexif(image).get(0x0112)
@@ -277,9 +286,8 @@ def _open_image(data: bytes) -> "tuple[ImageFile, int]":
 
 @functools.cache
 def _image_readers() -> "Sequence[tuple[Callable[[bytes], bool], Reader]]":
-    """List the formats: whether a file is of one, and its reader.
-
-    Readers are called by name: `Image.open` may try forty others.
+    """List the image formats that are read: for each, a function that recognizes a file's first
+    bytes, and Pillow's reader. `Image.open` isn't used: it may try forty other formats.
     """
     from PIL import Image
     from PIL.BmpImagePlugin import BmpImageFile
@@ -288,7 +296,8 @@ def _image_readers() -> "Sequence[tuple[Callable[[bytes], bool], Reader]]":
     from PIL.PngImagePlugin import PngImageFile
     from PIL.WebPImagePlugin import WebPImageFile
 
-    # WEBP's reader asks this before it allocates a canvas, and raises at twice this number.
+    # The WEBP reader compares this limit with an image's pixels before it allocates memory, and
+    # raises DecompressionBombError above twice the limit.
     Image.MAX_IMAGE_PIXELS = MOST_PIXELS // 2
     return (
         (lambda data: data.startswith(b"\x89PNG\r\n\x1a\n"), PngImageFile),
@@ -300,10 +309,11 @@ def _image_readers() -> "Sequence[tuple[Callable[[bytes], bool], Reader]]":
 
 
 def _to_rgb(image: "Image") -> "Image":
-    """Convert to red, green and blue of 8 bits, over white where it is transparent."""
+    """Convert an image to red, green and blue in 8 bits each. Transparent parts become white."""
     from PIL.Image import new
 
-    if image.mode.startswith("I"):  # 16 bits: `convert` makes white of all above the lowest 255
+    # With 16 bits per pixel, Pillow's `convert` would turn all values above 255 into white.
+    if image.mode.startswith("I"):
         clear, wide = image.info.pop("transparency", None), image.convert("I")
         image = wide.point([value >> 8 for value in range(1 << 16)], "L")
         if clear is not None:
@@ -372,8 +382,8 @@ def _answer(request: Request) -> Answer:
 
 
 def _bound_memory(limit: int) -> None:
-    """Bound the address space. macOS accepts the call and does nothing: the gateway looks at
-    resident memory there, now and then.
+    """Limit this process's address space, in bytes. macOS accepts the limit and doesn't enforce it,
+    so there the gateway checks the resident memory every now and then.
     """
     _, hard_limit = resource.getrlimit(resource.RLIMIT_AS)
     if hard_limit != resource.RLIM_INFINITY:
@@ -383,7 +393,7 @@ def _bound_memory(limit: int) -> None:
 
 
 def _address_space_bytes() -> int:
-    """Count the address space in use; 0 if /proc does not give it."""
+    """Return the bytes of address space in use; without /proc, a guess."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
     except OSError:
@@ -392,8 +402,9 @@ def _address_space_bytes() -> int:
 
 
 def _most_resident_bytes() -> int:
-    """Count the most memory this process has held."""
-    # Linux's getrusage would count the gateway's own too, from the time when it spawned this one.
+    """Return the most resident memory that this process has ever had, in bytes."""
+    # On Linux, getrusage's maximum would include the gateway's memory, from which this process was
+    # spawned.
     with contextlib.suppress(OSError, ValueError, IndexError):
         status = Path("/proc/self/status").read_text()
         return 1024 * int(status.partition("VmHWM:")[2].split()[0])
@@ -402,10 +413,10 @@ def _most_resident_bytes() -> int:
 
 
 def main() -> None:
-    """Serve on a thread of the right stack, until the gateway is gone."""
+    """Answer requests on a thread with a stack of STACK_BYTES, until the gateway is gone."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # signals are for the gateway
-    with contextlib.suppress(OSError):  # Linux: this process goes first if memory ends
+        signal.signal(number, signal.SIG_IGN)  # the gateway handles them, and ends this process
+    with contextlib.suppress(OSError):  # Linux kills this process first if memory runs out
         Path("/proc/self/oom_score_adj").write_text("1000")
     connection = Connection(int(sys.argv[1]))
     threading.stack_size(STACK_BYTES)

@@ -1,4 +1,6 @@
-"""Checks of a tokenizer.json's costs: parts that make texts longer, and patterns that are slow."""
+"""Checks for parts of a tokenizer.json that may be costly: parts that make texts much longer, and
+patterns, which may be slow.
+"""
 
 import json
 import math
@@ -9,7 +11,7 @@ from tokenizers import Tokenizer
 
 # The factor by which a text may grow. Usual tokenizers replace, for example, a space with `▁`.
 MOST_GROWTH: Final = 64
-# Steps with a pattern from the file, whose running time is unknown.
+# Types of steps that match a pattern from the file. A pattern's running time is unknown.
 _PATTERNS: Final = ("Split", "Replace")
 
 

@@ -23,16 +23,16 @@ from gateway.engine.models.decoders import parameters
 from gateway.engine.models.kv_costs import measure_kv
 from gateway.jobs.steps import DraftCost, Drafter, KvCost
 
-MOST_AHEAD: Final = 7  # the most tokens per draft: memory for a turn's steps is reserved for these
-CHUNK: Final = 512  # the most tokens, padding included, of a pass that catches up with contexts
+MOST_AHEAD: Final = 7  # the most tokens per draft; a turn's memory estimate includes them
+CHUNK: Final = 512  # the most tokens, padding included, of a pass that reads long new contexts
 FEED: Final = MOST_AHEAD + 1  # the most context tokens per row that a draft's first pass reads
 _FIRST_LENGTH: Final = 4
 
 
 @dataclass(slots=True)
 class _Follower:
-    """The draft model's state of one sequence. Its KV has `read` tokens of the context, then the
-    tokens `ahead` of its last draft.
+    """The draft model's state of one sequence. The sequence's KV has `read` tokens of the context,
+    then `ahead`, the tokens of its last draft.
     """
 
     id: int
@@ -47,7 +47,7 @@ class _Follower:
 
 
 class DraftModel:
-    """A draft model, and its KV of the sequences that it drafts for."""
+    """A draft model, and its KV for the sequences that it makes drafts for."""
 
     name: Drafter = "draft_model"
     reads_images = False
@@ -67,11 +67,13 @@ class DraftModel:
         self._prefixes = PrefixCache(make_prompt_cache(model), prefixes)
         self._seqs: list[_Follower] = []
         self._cache: list[Any] = []
-        # Copies, from before the current drafts, of the caches that cannot drop tokens; by index.
+        # Copies of the caches that cannot drop tokens, made before the current drafts; by index.
         self._held: dict[int, Any] = {}
 
     def with_kv(self, cost: KvCost, rows: int) -> KvCost:
-        """Return a sequence's KV cost, including this model's, for up to `rows` sequences."""
+        """Return the KV cost of a sequence, `cost`, with this model's KV for up to `rows` sequences
+        added.
+        """
         own, rows = measure_kv(self._model), rows + rows // SPARE
         held = 2 * (own.constant + sum(token * most for token, most in own.windows))
         return replace(cost, draft=DraftCost(own.token, cost.draft.states + held, rows))
@@ -87,7 +89,9 @@ class DraftModel:
         self._prefixes.clear()
 
     def is_due(self, sequence_id: int, context: Sequence[int]) -> bool:
-        """Return True if a sequence may get a draft: it isn't too long and needn't wait longer."""
+        """Return True if a sequence may get a draft: its context isn't too long, and it needn't
+        wait after a rejected draft.
+        """
         if len(context) > self._longest:
             return False
         seq = self._find(sequence_id)
@@ -153,7 +157,7 @@ class DraftModel:
         return next((seq for seq in self._seqs if seq.id == sequence_id), None)
 
     def _join(self, joiner: DraftedSequence) -> None:
-        """Add a sequence, with any KV of its prompt from the prefix cache."""
+        """Add a sequence, with the KV of its prompt that the prefix cache has."""
         _, salt = joiner.root
         root = 0, salt  # this model has no adapters
         known, kept = self._prefixes.take(joiner.context[:-1], root)
@@ -188,7 +192,7 @@ class DraftModel:
         self._held = {}
 
     def _catch_up(self, contexts: Mapping[int, Sequence[int]]) -> None:
-        """If a sequence has more than FEED tokens left to read, read a chunk of all sequences."""
+        """If any sequence has more than FEED tokens left to read, read a chunk of each sequence."""
         behind = max(len(contexts[seq.id]) - seq.read for seq in self._seqs)
         if behind <= FEED:
             return

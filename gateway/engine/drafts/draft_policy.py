@@ -16,7 +16,7 @@ MOST_TOKENS: Final = 16
 
 
 class DraftSource(Protocol):
-    """A source of drafts for sequences, which are named by their ids."""
+    """A source of drafts. Sequences are identified by their ids."""
 
     name: Drafter
     reads_images: bool  # False: sequences with images get no drafts
@@ -26,7 +26,9 @@ class DraftSource(Protocol):
         """Return the bytes on the device: weights, KV and prefix cache."""
 
     def is_due(self, sequence_id: int, context: Sequence[int]) -> bool:
-        """Return True if a sequence may get a draft now. May index new tokens of its context."""
+        """Return True if a sequence may get a draft now. The call may also index new tokens of the
+        sequence's context.
+        """
 
     def draft(
         self, seqs: Mapping[int, DraftedSequence], rooms: Mapping[int, int]
@@ -53,7 +55,7 @@ def count_ahead(rows: int) -> int:
 
 
 class DraftPolicy:
-    """Speculative decoding of batches with up to `rows` sequences."""
+    """Speculative decoding. Batches of more than `rows` sequences are decoded without it."""
 
     def __init__(
         self, rows: int, model: DraftModel | None, on_fault: Callable[[Exception], None]
@@ -65,7 +67,7 @@ class DraftPolicy:
         if model is not None:
             self.sources.append(model)
         self.allowed: Collection[Drafter] = DRAFTERS
-        # The source of all drafts in the running pass; None if there are several sources, or none.
+        # The source of all drafts in the running pass; None without drafts, or with two sources.
         self.drafter: Drafter | None = None
 
     def count_ahead(self, seqs: Sequence[DraftedSequence], cache: Sequence[Any]) -> int:
@@ -79,7 +81,7 @@ class DraftPolicy:
         return 0
 
     def draft(self, seqs: Sequence[DraftedSequence], rooms: Sequence[int]) -> list[Sequence[int]]:
-        """Return a draft for each sequence, which may be empty, within its room."""
+        """Return a draft for each sequence, which may be empty, of at most `rooms` tokens each."""
         drafting = {seq.id: seq for seq in seqs if seq.room(1)}
         free = {seq.id: seq.room(room) for seq, room in zip(seqs, rooms, strict=True)}
         drafts: dict[int, Sequence[int]] = {}

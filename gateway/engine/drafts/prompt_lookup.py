@@ -12,8 +12,8 @@ from gateway.jobs.images import FIRST_IMAGE_ID
 from gateway.jobs.steps import Drafter
 
 _GRAMS: Final = (3, 2)  # lengths of the n-grams that are searched for, in this order
-_INDEXED_AT_ONCE: Final = 4096  # the most tokens indexed per call: it blocks the lane for 3 to 4 ms
-_LONGEST_WAIT: Final = 64  # tokens
+_INDEXED_AT_ONCE: Final = 4096  # the most tokens indexed per call: this blocks the lane for 4 ms
+_LONGEST_WAIT: Final = 64  # the most tokens to wait after a rejected draft
 
 
 def count_accepted(draft: Sequence[int], chosen: Sequence[int]) -> int:
@@ -46,8 +46,8 @@ class DraftedSequence(Protocol):
 
 
 class Patience:
-    """Decides when a sequence gets its next draft: it waits longer, in tokens, after each draft of
-    which nothing was accepted. Lengths are those of its context.
+    """Decides when a sequence gets its next draft. After each draft of which nothing was accepted,
+    the sequence waits for more new tokens than before. A `length` is the context's, in tokens.
     """
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class PromptLookup:
         """Return up to `limit` tokens that may follow a context, which only grows between calls."""
         if limit < 1 or not self._patience.is_over(len(context)):
             return ()
-        # The context's last n-grams are not indexed yet, otherwise the search would find itself.
+        # The n-grams at the context's end are not indexed yet: the search would find these.
         until = max(self._indexed, min(len(context) - 1, self._indexed + _INDEXED_AT_ONCE))
         for end in range(self._indexed + 1, until + 1):
             for size in _GRAMS:
@@ -101,12 +101,12 @@ class LookupDrafter:
     """Prompt lookup for the sequences of a batch, as a DraftSource."""
 
     name: Drafter = "prompt_lookup"
-    reads_images = True  # it compares ids
+    reads_images = True  # it only compares ids, and images have ids too
     nbytes = 0
 
     def __init__(self) -> None:
         self._lookups: dict[int, PromptLookup] = {}
-        # Sequences whose last draft was made here.
+        # Ids of the sequences whose last draft came from prompt lookup.
         self._drafted: set[int] = set()
 
     def is_due(self, sequence_id: int, context: Sequence[int]) -> bool:

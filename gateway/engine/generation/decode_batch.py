@@ -32,16 +32,16 @@ from gateway.jobs.chat import Delta, FinishReason
 from gateway.jobs.steps import Drafter, Pass
 
 # The most block ends of an answer at which states are cached, so that the next prompt can continue
-# from one: the last two, and two further back, the oldest four to seven blocks back. The prompt may
-# differ from the answer's last tokens: a template may strip an answer, change its end, or write its
-# calls differently.
+# from one of them: the last two, and two further back, the oldest four to seven blocks back. Older
+# ones are needed because the next prompt may differ from the answer's last tokens: a template may
+# strip an answer, change its end, or write its calls differently.
 KEPT_ENDS: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Doubt:
-    """Sequences whose tokens may have to be chosen again from `logits`, (rows, vocabulary). Once
-    evaluated, `is_sure`, (rows,) bool, tells which tokens are final.
+    """Sequences whose tokens may have to be chosen again from `logits`, (rows, vocabulary). Tokens
+    are final where `is_sure`, (rows,) bool, is True; it may not be evaluated yet.
     """
 
     seqs: list[Sequence]
@@ -51,8 +51,9 @@ class Doubt:
 
 @dataclass(frozen=True, slots=True)
 class AheadReading:
-    """The input of a speculative pass. Each row has the tokens that its KV lacks, its draft, and
-    padding. A token is chosen after each of `places`: indices into all rows put end to end.
+    """The input of a speculative pass. Each row of `inputs` has the tokens that its KV lacks, its
+    draft, and padding. `places` are the inputs after which a token is chosen, as indices into all
+    rows put end to end.
     """
 
     inputs: list[list[int]]
@@ -61,7 +62,8 @@ class AheadReading:
     places: list[int]
 
 
-# Logprobs still on the device, and the sequence of each row; None if its logprobs are outdated.
+# Logprobs that are still on the device, and the sequence of each of their rows; None for a row
+# whose logprobs must not be used.
 RowScores = tuple[TopLogprobs, abc.Sequence[Sequence | None]]
 Draft = Callable[
     [abc.Sequence[Sequence], abc.Sequence[int]], abc.Sequence[abc.Sequence[int]]
@@ -71,7 +73,7 @@ Draft = Callable[
 def plan_reading(
     seqs: abc.Sequence[Sequence], lengths: abc.Sequence[int], limit: int, draft: Draft
 ) -> AheadReading:
-    """Plan a pass with up to `limit` speculative tokens per sequence, after KV of these lengths."""
+    """Plan a pass with up to `limit` speculative tokens per sequence. KV has `lengths` tokens."""
     feeds = [seq.context[length:] for seq, length in zip(seqs, lengths, strict=True)]
     drafts = draft(seqs, [limit + 1 - len(feed) for feed in feeds])
     inputs = [[*feed, *tokens] for feed, tokens in zip(feeds, drafts, strict=True)]
@@ -88,7 +90,7 @@ def plan_reading(
 
 def spread(ends: abc.Sequence[int]) -> list[int]:
     """Return the block ends at which an answer's states stay cached: the newest two, and ever fewer
-    further back. `ends` are those that the last call returned, and a new one.
+    further back. `ends` are the block ends that the last call returned, and a new one.
     """
     newest = ends[-1] // BLOCK
     staying = []
@@ -103,12 +105,12 @@ def spread(ends: abc.Sequence[int]) -> list[int]:
 
 @dataclass(slots=True, eq=False)
 class DecodeBatch:
-    """Sequences between two steps: their KV, and their next `tokens`, (tokens,), which may not be
-    evaluated yet. A sequence has one next token, plus one for each token of its draft. Drafts are
-    in the KV already.
+    """Sequences between two steps: their KV in `cache`, and their next `tokens`, (tokens,), which
+    may not be evaluated yet. A sequence has one next token, plus one for each token of its draft.
+    Drafts are in the KV already.
 
-    `finite`, (tokens,) bool, tells whether a token's logits were finite; `scores` are the logprobs
-    of the sequences that requested them.
+    `finite`, (tokens,) bool, tells whether each token's logits were finite; `scores` are the
+    logprobs of the sequences that requested logprobs.
     """
 
     seqs: list[Sequence]
@@ -118,21 +120,21 @@ class DecodeBatch:
     scores: list[RowScores]
     doubts: list[Doubt]
     drafts: list[abc.Sequence[int]]
-    late_error: Exception | None = None  # the running step's error, raised once tokens are read
+    late_error: Exception | None = None  # the running step's error, raised later by `check`
     is_evaluated: bool = False  # True once the running step has been waited for
 
     @property
     def may_go_on(self) -> bool:
         """Return True if the next pass may be launched before these tokens are read: no sequence
-        reaches its token limit with them, and none was in a failed pass, after which each pass's
-        errors must show before the next.
+        reaches its token limit with them, and none has ever been a suspect. A suspect's passes are
+        launched one by one, so that an error belongs to one pass.
         """
         return not any(seq.is_at_last or seq.was_suspect for seq in self.seqs)
 
     @property
     def can_take_back(self) -> bool:
-        """Return True if a pass can be undone. Otherwise the next pass is launched only once all
-        tokens are final.
+        """Return True if `take_back` can undo a pass. Otherwise the next pass is launched only once
+        all tokens are final.
         """
         return all(isinstance(layer, RaggedKVCache) for layer in self.cache)
 
@@ -144,7 +146,7 @@ class DecodeBatch:
         self, prefixes: PrefixCache, lengths: abc.Sequence[int] | None = None
     ) -> None:
         """Cache the KV of each sequence that has just filled a block, for models whose KV can be
-        cached only at block ends. `lengths` are those of the KV; by default the contexts' lengths.
+        cached only at block ends. `lengths` are the KV's; by default the contexts' lengths.
 
         Waits for the running step. Call it before the next pass is launched.
         """
@@ -165,8 +167,8 @@ class DecodeBatch:
                 seq.kept_ends = staying
 
     def keep_answers(self, prefixes: PrefixCache, ended: abc.Sequence[int]) -> None:
-        """Cache the KV of the `ended` rows: a conversation's next prompt begins with these tokens.
-        If KV can be cached only at block ends, mark their cached states as recently used instead.
+        """Cache the KV of the `ended` rows: a conversation's next prompt begins with their tokens.
+        If KV can be cached only at block ends, mark the cached states as recently used instead.
         """
         if not prefixes.is_on or not ended:
             return
@@ -180,7 +182,7 @@ class DecodeBatch:
             prefixes.store(seq.context[: lengths[i]], self.cache, i, root=seq.root)
 
     def take_back(self) -> None:
-        """Undo the pass that has read these tokens."""
+        """Undo the pass that has read `tokens`: remove one token of each row from the KV."""
         for layer in self.cache:
             layer.trim(1)
 
@@ -195,7 +197,7 @@ class DecodeBatch:
         first = [at.start for at in self._places()]
         places = [first[self.seqs.index(seq)] for seq in seqs]
         self.tokens[mx.array(places)] = tokens
-        self.scores += scores  # later scores count
+        self.scores += scores  # `read` uses a sequence's last scores
         self.doubts += doubts
         self.is_evaluated = False
 
@@ -245,7 +247,7 @@ class DecodeBatch:
         return single
 
     def extend(self, other: "DecodeBatch") -> None:
-        """Add sequences that have read their prompts."""
+        """Add the sequences of another batch, whose prompts have been read."""
         self.seqs = [*self.seqs, *other.seqs]  # a new list: doubts keep the old one
         self.tokens = mx.concatenate([self.tokens, other.tokens])
         self.finite = mx.concatenate([self.finite, other.finite])
@@ -329,8 +331,8 @@ def choose_tokens(
 ) -> DecodeBatch:
     """Launch the choice of the next tokens. Grammar masks are computed while the pass runs.
 
-    `logits`, (tokens, vocabulary), has for each sequence the logits of its next token, then those
-    after each token of its draft. `drafts` has one draft per sequence, or is empty.
+    `logits`, (tokens, vocabulary), has for each sequence the logits of its next token, then the
+    logits after each token of its draft. `drafts` has one draft per sequence, or is empty.
     """
     drafts = drafts or [()] * len(seqs)
     ahead = [i for tokens in drafts for i in range(len(tokens) + 1)]
@@ -365,7 +367,7 @@ def constrain(structured: StructuredOutput, seqs: list[Sequence], logits: mx.arr
 
 
 def redraw_unsure(running: DecodeBatch) -> bool:
-    """Draw tokens whose sampling window was too small again; return True if there were any."""
+    """Draw the tokens again whose sampling window was too small. Return True if there were any."""
     has_mended = False
     while running.doubts:
         running.evaluate()
@@ -415,11 +417,11 @@ class SequenceOutput:
 
     @property
     def goes_on(self) -> bool:
-        """Return True if the sequence continues, as far as its tokens tell; its text may end it."""
+        """Return True if no token has ended the sequence. Its text still may."""
         return self.is_finite and self.end is None
 
     def append_first(self) -> None:
-        """Append the only token to the sequence; `to_deltas` handles its text."""
+        """Append the first of `tokens` to the sequence. Its text is left to `to_deltas`."""
         if self.is_finite:
             self.end = self.seq.append(self.tokens[0])
 
@@ -444,8 +446,8 @@ class SequenceOutput:
         return deltas, True
 
     def to_deltas(self, end: FinishReason | None) -> list[Delta]:
-        """Return the deltas of the last appended token. If they cannot be made, only this sequence
-        ends, with an error.
+        """Return the deltas of the last appended token. If making them fails, this sequence ends
+        with an error; others go on.
         """
         if not self.is_finite:
             return [self.seq.error_delta("its output is not a number")]
@@ -462,7 +464,7 @@ def count_ahead_pass(
     drafts: abc.Sequence[abc.Sequence[int]],
     drafter: Drafter | None,
 ) -> Pass:
-    """Return the counts of a speculative pass; `counts` has each sequence's appended tokens."""
+    """Return a speculative pass's statistics. `counts` is the tokens appended to each sequence."""
     # An answer may end inside a draft: not all accepted tokens are appended then.
     pairs = [(count, len(output.tokens)) for count, output in zip(counts, outputs, strict=True)]
     return Pass(

@@ -1,9 +1,9 @@
 """Questions answered by the probabilities of their labels: nothing is sampled.
 
 A question's prompt is the conversation before the questions, the question itself, and the
-template's opening of the answer. It is split into a head and a rest at a place that leaves its
-tokens unchanged. All questions share the head's tokens, which are read once. A label is encoded as
-the beginning of an answer; control tokens in it are encoded as plain text.
+template's opening of the answer. It is split into a head and a rest at a place where splitting
+doesn't change its tokens. All questions share the head, which is read once. A label is encoded as
+the beginning of an answer; control tokens in a label are encoded as plain text.
 
 The labels of a question form a tree of tokens. Every node with children is a step: a sequence whose
 prompt ends with the node's tokens, and whose result is the logprobs of the children. A label's
@@ -46,8 +46,8 @@ def prepare_questions(
 ) -> list[SequenceParams]:
     """Return the parameters of one sequence per step. Safe on any thread.
 
-    Raises BadRequest if two labels have the same tokens, a label has none, or there are too many
-    steps; ContextLengthExceeded for a prompt that leaves no room for its labels.
+    Raises BadRequest if two labels have the same tokens, a label has no tokens, or there are too
+    many steps; ContextLengthExceeded if a prompt leaves no room in the context for its labels.
     """
     head, rests, opening = encode_questions(job, chat)
     texts = [label for question in job.questions for label in question.labels]
@@ -118,8 +118,8 @@ def encode_questions(
     the text right before the answer. The ids are the same as if each prompt were encoded in one
     piece. Control tokens in the callers' texts are encoded as plain text.
 
-    Where prompts can be split depends on the tokenizer: GPT-2's joins a line break to the text
-    after it, Qwen's to the text before it, and SentencePiece's puts a space before each piece.
+    Where prompts can be split depends on the tokenizer: GPT-2's joins a line break to the text that
+    follows, Qwen's to the text before, and SentencePiece puts a space before each piece.
     """
     before, after = chat.render_questions(job)
     text = job.messages[-1]["content"]
@@ -142,9 +142,9 @@ def encode_questions(
 
 
 def encode_labels(labels: abc.Sequence[str], opening: str, chat: ChatTokenizer) -> list[list[int]]:
-    """Return the token ids of labels, each encoded as the beginning of an answer after `opening`,
-    the text before it, which matters if it ends with a line break. Control tokens in labels are
-    encoded as plain text.
+    """Return the token ids of labels, each encoded as the beginning of an answer. `opening` is the
+    text right before the answer: if it ends with a line break, labels may be encoded differently.
+    Control tokens in labels are encoded as plain text.
     """
     encoded = chat.controls.encode([[(label, True)] for label in labels])
     if not opening.endswith("\n"):
@@ -163,8 +163,8 @@ def _steps(
     eos_ids: abc.Collection[int],
     vocab_size: int,
 ) -> abc.Iterator[tuple[TokenIds, int, LabelStep]]:
-    """Yield the steps of a question, the root first, each with a label that leads through its node
-    and the node's depth in tokens.
+    """Yield the steps of a question, the root's first. Each comes with a label whose tokens begin
+    with those of the step's node, and with the node's depth, in tokens.
     """
     root = _Node()
     for label, ids in enumerate(labels):
@@ -196,7 +196,9 @@ def _steps(
 
 
 def score_labels(seqs: abc.Sequence[Sequence], logits: mx.array) -> list[Delta]:
-    """Return the only delta of each sequence, from the logits at its end, (rows, vocabulary)."""
+    """Return the only delta of each sequence. `logits`, (rows, vocabulary), are those after the
+    prompts' last tokens.
+    """
     # The log-softmax covers the whole vocabulary, as for sampled tokens.
     logits = logits.astype(mx.float32)
     rows_of: list[int] = []  # the row of each requested logit
@@ -236,7 +238,7 @@ def _to_delta(seq: Sequence, step: LabelStep, logprobs: abc.Sequence[abc.Sequenc
 
 
 def _add(logprobs: abc.Sequence[float]) -> float:
-    """Return the log of the summed probabilities; -inf for an empty sequence."""
+    """Return the logarithm of the sum of these probabilities; -inf if there are none."""
     greatest = max(logprobs, default=-math.inf)
     if greatest == -math.inf:
         return greatest

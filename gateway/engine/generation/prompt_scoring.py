@@ -22,8 +22,8 @@ def max_scored_tokens(vocab_size: int) -> int:
 
 
 class Scorer:
-    """A wrapper of a model, called like it, that also computes prompt logprobs. It must be given
-    all of the prompts' tokens, from the beginning.
+    """Wraps a model and is called like the model, but also computes prompt logprobs. The calls must
+    cover all tokens of the prompts, from the first one on.
     """
 
     def __init__(self, model: Callable[..., mx.array], seqs: abc.Sequence[Sequence]) -> None:

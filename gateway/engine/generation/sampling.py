@@ -1,9 +1,9 @@
 """Sampling of the next tokens: bias, penalties, temperature, filters, draw, logprobs.
 
-The parameters and their order are those of OpenAI and vLLM: bias; penalties, which count only
-generated tokens; a grammar's mask; temperature; top_k; top_p, of the tokens that are left; and
-min_p, relative to the likeliest token's probability. All rows are sampled together. Their
-parameters are arrays, so new values need no compilation.
+The parameters and their order are those of OpenAI and vLLM: bias; penalties; a grammar's mask;
+temperature; top_k; top_p, of the tokens that top_k leaves; and min_p, relative to the likeliest
+token's probability. All rows are sampled together. The parameters are passed to mlx as arrays, so
+new values need no new compilation.
 """
 
 import math
@@ -21,17 +21,17 @@ from gateway.jobs.chat import Sampling
 
 _WORD: Final = (1 << 64) - 1
 _LOG2_E: Final = math.log2(math.e)
-# Sorting for top_k and top_p covers only this many of the likeliest tokens; after the last size,
-# the whole vocabulary. Models' default top_k is 20 to 64. Unless a model is tiny, its 1,024
-# likeliest tokens nearly always have 0.95 of the probability.
+# Sorting for top_k and top_p covers only a window: this many of the likeliest tokens. If the last
+# size is too small, the whole vocabulary is sorted. Models' default top_k is 20 to 64. Unless a
+# model is tiny, its 1,024 likeliest tokens nearly always have 0.95 of the probability.
 WINDOWS: Final = (64, 1024, 16_384)
 _P_WINDOW: Final = WINDOWS[1]
-# The K greatest logits of a row are in the K blocks with the greatest maxima, so only the maxima
-# and these blocks are partitioned, not the whole vocabulary. On a CPU with 151,936 entries and
-# K = 64 this takes 0.3 ms instead of 2.8. It also helps on Metal, where a partition is a full sort
-# (mlx, backend/metal/sort.cpp). Large windows need short blocks.
+# Tokens per block. The K greatest logits of a row are in the K blocks with the greatest maxima, so
+# only the maxima and these blocks are partitioned, not the whole vocabulary. On a CPU with 151,936
+# entries and K = 64 this takes 0.3 ms instead of 2.8. It also helps on Metal, where a partition is
+# a full sort (mlx, backend/metal/sort.cpp). Large windows need short blocks.
 _LONG_BLOCK, _SHORT_BLOCK = 32, 16
-_SUMMED: Final = 128  # weights in a block; a token is drawn by block, then within its block
+_SUMMED: Final = 128  # tokens in a block of `_draw_from_all`, which draws a block, then a token
 # A stretch is a run of _SIDE * _SIDE tokens. Its maximum is taken over a square array, first along
 # the columns: on a CPU, mlx takes three times as long (in bfloat16 six times) for a maximum along
 # the last axis.
@@ -66,7 +66,7 @@ class Adjustments:
                 self._bias[place] = bias
         if self._repels:
             for token in set(prompt):
-                if token < vocab_size:  # others stand for images
+                if token < vocab_size:  # larger ids stand for images
                     self._was_read[self._place(token)] = True
 
     def __len__(self) -> int:
@@ -85,7 +85,7 @@ class Adjustments:
 
     def changes(self) -> tuple[Floats, Floats, Floats]:
         """Return three arrays for `ids`, (n,) each, to be applied in this order: a bias to add, a
-        factor by which positive logits are divided and others multiplied, a penalty to subtract.
+        factor (positive logits are divided by it, others multiplied), and a penalty to subtract.
         """
         counts = self._counts[: len(self)]
         penalty = self._sampling.frequency_penalty * counts
@@ -108,7 +108,9 @@ def _double(array: npt.NDArray[T]) -> npt.NDArray[T]:
 
 
 class Sampler:
-    """One sequence's sampling parameters, random numbers and window."""
+    """One sequence's sampling parameters and random numbers, and its window: how many of the
+    likeliest tokens are sorted.
+    """
 
     def __init__(self, sampling: Sampling, vocab_size: int, prompt: Sequence[int] = ()) -> None:
         self.sampling = sampling
@@ -161,16 +163,16 @@ class Sampler:
 
 
 def is_finite(logits: mx.array) -> mx.array:
-    """Return, (rows,) bool, which rows of logits, (rows, vocabulary), can be sampled from: those
-    without NaN and inf, and with a token that isn't -inf.
+    """Return which rows of logits, (rows, vocabulary), can be sampled from, as (rows,) bool: rows
+    without NaN and inf in which some token isn't -inf.
     """
-    # The maximum tells: it is finite only then.
+    # A row's maximum is finite only if all of this is true.
     return mx.isfinite(_peak(logits))[:, 0]
 
 
 def adjust_logits(samplers: Sequence[Sampler], logits: mx.array) -> mx.array:
-    """Apply every row's bias and penalties to logits, (rows, vocabulary), in one scatter. The
-    result is float32 if any row has some; otherwise the logits are returned unchanged.
+    """Apply every row's bias and penalties to logits, (rows, vocabulary), in one scatter. If no row
+    has any, the logits are returned unchanged; otherwise the result is float32.
     """
     adjusting = [i for i, sampler in enumerate(samplers) if sampler.adjustments]
     if not adjusting:
@@ -194,7 +196,9 @@ def adjust_logits(samplers: Sequence[Sampler], logits: mx.array) -> mx.array:
 
 
 def bar_tokens(logits: mx.array, tokens: Sequence[tuple[int, Collection[int]]]) -> mx.array:
-    """Return logits, (rows, vocabulary), with -inf for tokens, given as pairs of a row and ids."""
+    """Return logits, (rows, vocabulary), with -inf for the barred tokens: `tokens` has pairs of a
+    row and its barred ids.
+    """
     vocab_size = logits.shape[-1]
     pairs = [(row, token) for row, barred in tokens for token in barred if token < vocab_size]
     if not pairs:
@@ -206,8 +210,8 @@ def bar_tokens(logits: mx.array, tokens: Sequence[tuple[int, Collection[int]]]) 
 
 
 def force_tokens(logits: mx.array, tokens: Sequence[tuple[int, int]]) -> mx.array:
-    """Return logits, (rows, vocabulary), that leave only one token in some rows. `tokens` has pairs
-    of a row and its token id.
+    """Return logits, (rows, vocabulary), with which some rows can choose only one token. `tokens`
+    has pairs of such a row and its token's id.
     """
     pairs = [(row, token) for row, token in tokens if token < logits.shape[-1]]
     if not pairs:
@@ -243,8 +247,8 @@ class ChosenTokens:
 
 
 def choose(samplers: Sequence[Sampler], logits: mx.array, positions: Sequence[int]) -> ChosenTokens:
-    """Choose one token per row from adjusted logits, (rows, vocabulary); `positions` are those of
-    the tokens in their answers.
+    """Choose one token per row from adjusted logits, (rows, vocabulary). `positions` has each
+    token's position in its answer, on which its random number depends.
 
     Rows with the same window are drawn together. A row's window does not depend on other rows.
     """
@@ -277,7 +281,7 @@ def choose(samplers: Sequence[Sampler], logits: mx.array, positions: Sequence[in
 def _draw_from_all(
     samplers: Sequence[Sampler], logits: mx.array, uniforms: Sequence[float]
 ) -> mx.array:
-    """Draw from the whole vocabulary, for rows without top_k and top_p: they need no sorting."""
+    """Draw a token per row from the whole vocabulary. Rows must have no top_k or top_p."""
     weights = _weights(samplers, logits, _peak(logits))
     if any(sampler.sampling.min_p for sampler in samplers):
         min_p = _column([sampler.sampling.min_p for sampler in samplers])
@@ -328,7 +332,9 @@ def _draw_in_window(
 
 
 def _weights(samplers: Sequence[Sampler], logits: mx.array, peak: mx.array) -> mx.array:
-    """Return the unnormalized probabilities, (rows, n) float32, of logits: 1 for `peak`."""
+    """Return the probabilities of logits, (rows, n) float32, in proportion to that of `peak`,
+    (rows, 1), which counts as 1.
+    """
     # Powers of two are used because on a CPU mlx's `exp` takes 23 ns per element and `power` 7.
     # Temperatures below 1e-4 count as 1e-4.
     scale = [_LOG2_E / max(sampler.sampling.temperature, 1e-4) for sampler in samplers]
@@ -350,8 +356,8 @@ def _find_places(weights: mx.array, target: mx.array) -> mx.array:
 
 
 def _stretches(logits: mx.array) -> mx.array:
-    """Return the greatest logit of each stretch of tokens, (rows, stretches). The last stretch is
-    the vocabulary's last tokens, so it may overlap the one before.
+    """Return the greatest logit of each stretch of tokens, (rows, stretches). The last stretch ends
+    with the vocabulary's last token, so it may overlap the stretch before.
     """
     rows, vocab_size = logits.shape
     count = vocab_size // _STRETCH
@@ -377,7 +383,8 @@ def _likeliest_one(logits: mx.array) -> mx.array:
         return mx.argmax(logits, axis=-1)
     stretch = mx.argmax(_stretches(logits), axis=-1, keepdims=True)
     start = mx.minimum(stretch * _STRETCH, vocab_size - _STRETCH)
-    # If the last stretch is chosen, its maximum is not in the overlap with the one before.
+    # If the last stretch is chosen, its maximum is not in the overlap: otherwise the stretch before
+    # would have the same maximum, and argmax returns the first.
     inner = mx.take_along_axis(logits, start + mx.arange(_STRETCH, dtype=mx.uint32), axis=-1)
     return start[:, 0] + mx.argmax(inner, axis=-1)
 
@@ -429,8 +436,8 @@ class TopLogprobs:
 
 
 def score(logits: mx.array, tokens: mx.array, rows: Sequence[int], k: int) -> TopLogprobs:
-    """Return the logprobs of `rows`: of the chosen `tokens` and of the `k` likeliest. They are the
-    log-softmax of the adjusted logits, without temperature.
+    """Return the logprobs of the chosen `tokens` and of the `k` likeliest tokens, for `rows` only.
+    A logprob is the log-softmax of the adjusted logits, without temperature.
     """
     places = mx.array(list(rows))
     logits = logits[places].astype(mx.float32)

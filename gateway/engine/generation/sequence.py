@@ -39,8 +39,8 @@ class Sequence:
         self.index = params.index
         self.params = params
         self.sampler = sampler
-        # The prompt and the answer so far: the tokens that the next one depends on. The list may be
-        # long, so it is never copied.
+        # The prompt and the answer so far, on which the next token depends. The list may be long,
+        # so it is never copied.
         self.context: list[int] = [*params.prompt]
         self.tokens: list[int] = []
         self.prompt_logprobs: list[TokenLogprob] = []  # one for each prompt token except the first
@@ -51,10 +51,10 @@ class Sequence:
         self.kept_ends: list[int] = []
         self.read_last = 0  # tokens that the last speculative pass read
         self.stops_at_blocks = False  # passes end at block ends, where states are cached
-        self.is_suspect = False  # it was in a failed pass, and is to be read again, alone
+        self.is_suspect = False  # True after a failed pass, until it has been read again, alone
         self.was_suspect = False  # it has been a suspect at some time
-        self.is_broken = False  # an error was raised while its deltas were made
-        self.is_held = False  # parked: does not run until it is resumed
+        self.is_broken = False  # making its deltas raised an error
+        self.is_held = False  # True while it is parked: it doesn't run until it is resumed
         self._output = output
         self._eos_ids = eos_ids
         self._thinking = thinking
@@ -142,7 +142,9 @@ class Sequence:
 
     @property
     def forced_end(self) -> int | None:
-        """Return the token that must be next because the thinking budget is spent, if it is."""
+        """Return the token that must be next because the thinking budget is spent; None if the next
+        token is free.
+        """
         budget = self._thinking.budget
         if budget is None or self.matcher is not None or budget.forced in self.barred:
             return None
@@ -158,7 +160,7 @@ class Sequence:
 
     @property
     def thinking_first(self) -> Thinking | None:
-        """Return the thinking in progress if it must be followed by an answer with a grammar."""
+        """Return the thinking in progress if an answer with a grammar must follow it; else None."""
         if self._matcher is None or not self._thinking.is_on:
             return None
         return self._thinking
@@ -176,7 +178,7 @@ class Sequence:
         self.params = replace(self.params, max_tokens=min(max_tokens, self.params.max_tokens))
 
     def preempt(self) -> None:
-        """Prepare for reading the prompt and the answer so far again. The result stays the same.
+        """Prepare for reading the prompt and the answer so far again. The answer stays the same.
 
         A token that is chosen but not yet appended will be chosen again, with the same random
         number.
@@ -184,7 +186,9 @@ class Sequence:
         self.cached_tokens = self.kept_tokens = 0
 
     def end_early(self) -> list[Delta]:
-        """End the answer here, with finish reason `length`; return the text held back so far."""
+        """End the answer here, with finish reason `length`. Return deltas with the text that was
+        held back.
+        """
         return self._deltas(self._output.finish(is_cut=True), "length", reasoned=False, tokens=0)
 
     def suspect(self, *, is_read_alone: bool) -> None:
@@ -212,7 +216,7 @@ class Sequence:
         return bound.forced(self._ahead(limit))
 
     def _ahead(self, limit: int) -> int:
-        """Return the number of speculative tokens that its next pass may have, up to `limit`."""
+        """Return how many speculative tokens this sequence's next pass may have, up to `limit`."""
         return min(limit, -len(self.context) % BLOCK) if self.stops_at_blocks else limit
 
     def certainty(self, token: int) -> TokenScores | None:
@@ -222,9 +226,9 @@ class Sequence:
         return TokenScores(0.0, [token], [0.0], self.params.logprobs)
 
     def room(self, limit: int) -> int:
-        """Return the number of tokens that a draft may have, up to `limit`. It is 0 if a choice
-        depends on the tokens chosen just before, as with penalties or a grammar: only one token can
-        be chosen per pass then.
+        """Return the number of tokens that a draft may have, up to `limit`. It is 0 if the choice
+        of a token depends on the tokens chosen just before, as with penalties or a grammar: then
+        only one token can be chosen per pass.
         """
         depends = self._matcher is not None or self.barred or len(self.sampler.adjustments)
         if depends or self.params.logprobs is not None or not self.sampler.is_certain:
@@ -234,8 +238,8 @@ class Sequence:
         return room if budget is None else budget.room(room)
 
     def append(self, token: int) -> FinishReason | None:
-        """Append the next token; return the finish reason if it is the last. Its text is not looked
-        at here, and may end the answer too.
+        """Append the next token. Return the finish reason if it ends the answer, else None. The
+        token's text may end the answer too, but is not looked at here.
         """
         is_free = self._thinking.take(token)
         self.tokens.append(token)
@@ -261,7 +265,8 @@ class Sequence:
         was_thinking = self._output.parser.is_thinking
         is_end = token in self._ends or (token in self._eos_ids and self._matcher is not None)
         if not is_end or (scores is not None and len(self.tokens) == 1):
-            # An answer of a single token shows even a special token: rerankers read its logprobs.
+            # If an answer is a single token, it is returned even if special: rerankers need its
+            # logprobs.
             is_only = ended is not None and len(self.tokens) == 1
             may_stop = len(self.tokens) > self.params.sampling.min_tokens
             parts = self._output.push(
@@ -339,8 +344,8 @@ class Faults:
         return self._count >= FAULTS
 
     def blame(self, seqs: abc.Sequence[Sequence], error: Exception) -> Delta | None:
-        """Record the error of a pass. Return the last delta of its sequence if that was a suspect
-        and alone; otherwise prepare all its sequences for being read again.
+        """Record the error of a pass. If its only sequence was a suspect, return the delta that
+        ends this sequence; otherwise prepare all sequences of the pass for being read again.
         """
         error = name_failure(error)
         fault = classify(error)

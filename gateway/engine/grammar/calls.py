@@ -1,6 +1,7 @@
 """Makes the grammar of an answer from the functions that it may call.
 
-Grammars are in llguidance's variant of Lark, in which `%json` is a value that fits a JSON Schema.
+Grammars are in llguidance's variant of Lark, in which `%json` is followed by a JSON Schema and
+stands for a value that fits it.
 Source: https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md
 """
 
@@ -28,14 +29,14 @@ _OPENING = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class CallFormat:
-    """How a model writes a call on its own: JSON between two marks."""
+    """How a model writes a call if no grammar forces it to: JSON between two marks."""
 
     start: str
     end: str
-    # True if llguidance treats the mark as a special token, which has no bytes.
+    # True if llguidance treats the mark (`start`, `end`) as a special token, which has no bytes.
     is_special: bool
     closing_is_special: bool
-    # Calls are messages separate from the answer: the answer's grammar does not apply to them.
+    # True if calls are messages of their own, to which the answer's grammar does not apply.
     is_separate: bool = False
 
 
@@ -45,9 +46,9 @@ def answer_grammar(
     """Return the grammar of an answer that may make calls in the model's format, `form`; None if
     nothing constrains the answer.
 
-    If its text has a grammar too, `answer`, the result allows either calls or that text. The
-    compiler adds the rules in `schemas` (`with_schemas`). Raises BadRequest if the model's call
-    format cannot be combined with `answer`.
+    If there is also a grammar for the answer's text, `answer`, the result allows either calls or
+    such a text. Its rules for `schemas` are added when it is compiled (`with_schemas`). Raises
+    BadRequest if the model's call format cannot be combined with `answer`.
     """
     if calling is None:
         return answer
@@ -89,17 +90,19 @@ def answer_grammar(
 
 
 def is_free(calls: Grammar) -> bool:
-    """Return True if calls may stand in any text; False if everything but their marks is JSON."""
+    """Return True if a grammar of calls allows any text around the calls; False if it allows only
+    JSON and the calls' marks.
+    """
     return calls.source.startswith(_FREE)
 
 
 def with_schemas(source: str, schemas: Mapping[str, Schema]) -> str:
-    """Return the text of a grammar of calls, with a rule added for each schema."""
+    """Return a grammar of calls with a rule added for each of `schemas`, keyed by rule name."""
     return "\n".join([source, *(f"{rule}: {_json(schemas[rule])}" for rule in schemas)])
 
 
 def _close(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Forbid arguments that a function does not declare, unless its schema allows more."""
+    """Forbid arguments that a function does not declare, unless its schema may allow others."""
     # A model that must call a function without parameters would otherwise invent them endlessly.
     closed = {**parameters, "type": "object"}
     if not _OPENING & parameters.keys() and not _needs_more(parameters):
@@ -108,7 +111,9 @@ def _close(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _needs_more(parameters: Mapping[str, Any]) -> bool:
-    """Return True if a schema, not checked yet, requires properties that it does not declare."""
+    """Return True if a schema requires properties that it does not declare. The schema may be
+    invalid: it is not checked yet.
+    """
     properties, required = parameters.get("properties", {}), parameters.get("required", [])
     if not isinstance(properties, dict) or not isinstance(required, list):
         return False
@@ -134,10 +139,10 @@ def _lark(
     opening: str = "",
     closing: str = "",
 ) -> str:
-    """Return a grammar's text, whose rule `call` is a call of any of the functions."""
+    """Return a grammar's text. Its rule `call` matches a call of any of the functions."""
     gap, before = "", ""
-    # Calls between marks are spaced as models are trained to space them; without marks they are
-    # compact.
+    # Calls between marks get the spaces that models are trained to write; calls without marks have
+    # none.
     if closing:
         gap, before = " ", '"\\n"? '
     names = " | ".join(f"call_{i}" for i in range(len(functions)))

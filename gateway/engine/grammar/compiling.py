@@ -1,9 +1,9 @@
-"""Compiles a caller's grammar to matchers of sequences, or refuses it with a reason.
+"""Compiles a caller's grammar to matchers for sequences, or refuses it with a reason.
 
-Outlines provides types, and the backends that make the tokenizer and the grammar. Matchers and
-masks are in matching.py, because Outlines' own continue without a grammar when one fails. Compiling
-takes milliseconds or more: run it on a worker thread, never on the lane. Each grammar is compiled
-in the sandbox first, so one that crashes a process there never reaches this process.
+Outlines provides types, and the backends that make the tokenizer and the grammar. Its matchers and
+masks are not used, because they go on without the grammar if it fails: ours are in matching.py.
+Compiling takes milliseconds or more: run it on a worker thread, never on the lane. Each grammar is
+compiled in the sandbox first, so a grammar that crashes llguidance never crashes this process.
 """
 
 import hashlib
@@ -39,14 +39,15 @@ from gateway.jobs.chat import Grammar
 
 # Bounds of llguidance's parser, here and in the sandbox.
 LIMITS: Final[Mapping[str, Any]] = {"max_lexer_states": 50_000, "verbose_errors": False}
-# Copies of a matcher share a lexer, whose states only grow. It is renewed after this many copies.
+# Copies of a matcher share a lexer, whose number of states only grows. After this many copies, a
+# matcher with a new lexer is made.
 RENEW_AFTER: Final = 256
-BUSY_S: Final = 2.0
-# Bytes of memory in the sandbox. The most seen within llguidance's limits was 0.13 GB.
+BUSY_S: Final = 2.0  # seconds after which a caller should retry
+# Bytes of memory allowed in the sandbox. Grammars within llguidance's limits took 0.13 GB at most.
 _MAX_BYTES: Final = 1 << 30
-# Strings, regexes (which may span lines) and comments. An unclosed string or regex matches up to
-# the end of its line or of the source: if it failed to match, the search would begin again at each
-# quote in it, and hold the GIL all that time.
+# Strings, regexes (which may span lines) and comments. The pattern also matches an unclosed string,
+# up to the end of the line, and an unclosed regex, up to the end of the source. Otherwise the
+# search would begin again at each quote in them, and hold the GIL all that time.
 _LARK_TEXT: Final = re.compile(
     r'(?:"(?:\\.|[^"\\\n])*(?P<text>")?|/(?!/)(?:\\.|[^/\\])*(?P<regex>/)?)|//[^\n]*|#[^\n]*'
 )
@@ -66,9 +67,9 @@ class GrammarBounds:
 
     max_schema_bytes: int = 256 * 1024
     max_depth: int = 128
-    max_path: int = 400  # the most subschemas in a chain, nested or by `$ref`
+    max_path: int = 400  # the most subschemas in a chain, each nested in the last or its `$ref`
     max_text_chars: int = 32 * 1024
-    # The bound of grammars of calls, made from schemas that are each within the bounds above.
+    # The most characters of a grammar of calls. Its schemas are each within the bounds above.
     max_calls_chars: int = 4 * 1024 * 1024
     max_choices: int = 4096
 
@@ -78,13 +79,13 @@ class CompiledGrammar:
     """A grammar that any number of sequences may follow, each with its own matcher. Safe on any
     thread.
 
-    `unenforced` are JSON pointers to the keywords of its schema that it does not enforce.
+    `unenforced` are JSON pointers to the keywords of the schema that the grammar does not enforce.
     """
 
     begin: Callable[[], GrammarState]
     eos_ids: Collection[int]
-    # Makes a state that shares no lexer with other sequences. An error that they may have caused is
-    # checked with it.
+    # Makes a state that shares no lexer with other sequences. It shows whether an error was caused
+    # by the sequence itself or by others that use the same lexer.
     begin_alone: Callable[[], GrammarState] | None = None
     unenforced: tuple[str, ...] = ()
 
@@ -96,7 +97,7 @@ class CompiledGrammar:
 
 
 class _Uncompilable(Exception):
-    """Raised if llguidance refuses a grammar, with llguidance's own message."""
+    """Raised if llguidance refuses a grammar. The message is llguidance's."""
 
 
 def compile_grammar(
@@ -139,7 +140,8 @@ def compile_grammar(
 
 
 def _compile_calls(compiler: "_Compiler", grammar: Grammar) -> CompiledGrammar:
-    """Compile calls with the part of each schema that a grammar can enforce, and name the rest.
+    """Compile a grammar of calls with the part of each schema that a grammar can enforce; list the
+    rest in `unenforced`.
 
     Raises BadRequest, naming the function, for a schema that doesn't compile, and for a strict
     function whose schema the grammar does not enforce completely.
@@ -179,7 +181,9 @@ def _compile_calls(compiler: "_Compiler", grammar: Grammar) -> CompiledGrammar:
 
 
 def _of_function(function: str, error: BadRequest) -> BadRequest:
-    """Add to a refusal the name of the function whose parameters it is about, if there is one."""
+    """Return a refusal of a schema with the name of its function added. Without a name, the schema
+    is the response format's, and the refusal is returned unchanged.
+    """
     if not function:
         return error
     message = f"The parameters of '{function}': {error.message}"
@@ -187,7 +191,9 @@ def _of_function(function: str, error: BadRequest) -> BadRequest:
 
 
 def _reword(grammar: Grammar, problem: str) -> str:
-    """Return a message for the caller, from llguidance's on a regex, a choice or a grammar."""
+    """Return a message for the caller, made from llguidance's message, `problem`, about a regex, a
+    choice or a grammar.
+    """
     place = _PLACE.match(problem)
     match = _REASON.search(problem)
     reason = _PLACE.sub("", problem.partition("\n")[0], count=1)
@@ -232,8 +238,8 @@ def _refusal(message: str, code: str = "invalid_grammar") -> BadRequest:
 
 
 def _to_lark(source: str) -> str:
-    """Return a grammar in Lark's format, given one in that format or in llama.cpp's GBNF. An empty
-    header is left out.
+    """Convert a grammar from llama.cpp's GBNF to Lark's format, if it isn't in Lark's already. An
+    empty header is removed.
     """
     if _GBNF.search(source):
         try:
@@ -245,7 +251,7 @@ def _to_lark(source: str) -> str:
 
 def _check_lark(source: str) -> None:
     """Raise BadRequest for unclosed strings and regexes, and for features that are not supported:
-    the answer's text would not show them, or they would be ignored.
+    they would have no effect, or allow tokens that the answer's text doesn't show.
     """
     unclosed = next(filter(_is_unclosed, _LARK_TEXT.finditer(source)), None)
     if unclosed:
@@ -266,7 +272,7 @@ def _is_unclosed(text: re.Match[str]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Compiler:
-    """Compiles grammars in llguidance's own format for one model."""
+    """Compiles one model's grammars, which are in llguidance's format."""
 
     tokenizer: GrammarTokenizer
     sandbox: Sandbox | None
@@ -274,7 +280,9 @@ class _Compiler:
     bounds: GrammarBounds
 
     def read(self, source: str) -> Schema:
-        """Read a JSON Schema within bounds, checked against its draft's meta-schema."""
+        """Read a JSON Schema and check its size, its depth, and its draft's meta-schema. Raises
+        BadRequest.
+        """
         bounds = self.bounds
         schema = parse_schema(source, max_bytes=bounds.max_schema_bytes, max_depth=bounds.max_depth)
         check_draft(schema)
@@ -286,10 +294,10 @@ class _Compiler:
     def compile_held(
         self, part: Held, options: Mapping[str, Any] = COMPACT
     ) -> tuple[Node, CompiledGrammar]:
-        """Compile the part of a schema that a grammar can enforce, tightened if that compiles.
-        Return the schema that was compiled, and the grammar.
+        """Compile the part of a schema that a grammar can enforce: tightened or, if the tightened
+        schema doesn't compile, unchanged. Return the schema that was compiled, and the grammar.
 
-        Raises BadRequest with a message for the caller if nothing compiles.
+        Raises BadRequest with a message for the caller if neither compiles.
         """
         problem = ""
         shaped = shape_schema(part.schema, self.shape)
@@ -310,7 +318,9 @@ class _Compiler:
     def compile_calls(
         self, grammar: Grammar, forms: Mapping[str, Schema]
     ) -> tuple[CompiledGrammar, Sequence[str]]:
-        """Compile calls with these forms of their schemas. Return the warnings too."""
+        """Compile a grammar of calls, in which each rule has the schema in `forms`. Return the
+        compiled grammar and llguidance's warnings.
+        """
         source = with_schemas(grammar.source, forms)
         if len(source) > self.bounds.max_calls_chars:
             raise _refusal(
@@ -327,7 +337,9 @@ class _Compiler:
     def compile(
         self, spec: str, code: str, texts: TextTokens
     ) -> tuple[CompiledGrammar, Sequence[str]]:
-        """Compile a grammar, whose matchers are copies of a first one. Return the warnings too."""
+        """Compile a grammar, whose matchers will be copies of one that is made now. Return the
+        compiled grammar and llguidance's warnings. Raises _Uncompilable.
+        """
         if self.sandbox is not None:
             try_grammar(self.sandbox, spec, code)
         limits = LLParserLimits(**LIMITS)
@@ -352,11 +364,12 @@ class _Compiler:
 
 
 def try_grammar(sandbox: Sandbox, spec: str, code: str) -> None:
-    """Compile a grammar, in llguidance's own format, in the sandbox.
+    """Compile a grammar, in llguidance's format, in the sandbox.
 
-    Raises _Uncompilable with the grammar's fault, BadRequest with `code` if the grammar crashed the
-    process, TimeoutError if it takes too much processor time, Overloaded if the sandbox is busy
-    with other grammars, and Unavailable if other processes leave it no processor time or memory.
+    Raises _Uncompilable if llguidance refuses the grammar, BadRequest with `code` if the grammar
+    crashed the sandbox's process, TimeoutError if it takes too much processor time, Overloaded if
+    the sandbox is busy with other grammars, and Unavailable if other processes leave it no
+    processor time or memory.
     """
     specials = tuple(sorted(set(_CONTROL_TOKEN.findall(_without_texts(spec)))))
     request: dict[str, Any] = {"spec": spec, "specials": specials, "limits": dict(LIMITS)}
@@ -382,10 +395,10 @@ def key_of(*parts: str) -> bytes:
 
 
 def _follow(trial: Matcher, tokenizer: GrammarTokenizer) -> str | None:
-    """Take a few tokens as a trial, and return the error met. Quotes are preferred, because they
-    end strings.
+    """Let a matcher take a few allowed tokens, and return its error, if any. Quotes are preferred,
+    because they end strings.
 
-    Some grammars compile and prove too wide only when they are followed.
+    Some grammars compile, but exceed llguidance's limits once tokens are matched.
     """
     row = np.zeros(tokenizer.words, dtype=np.uint32)
     for _ in range(TRIAL_STEPS):
@@ -401,7 +414,9 @@ def _follow(trial: Matcher, tokenizer: GrammarTokenizer) -> str | None:
 
 
 class _Copies:
-    """Makes copies of a first matcher, which is renewed when the lexer they share may be large."""
+    """Makes copies of a matcher. They share its lexer, so after RENEW_AFTER copies the matcher is
+    replaced by a new one.
+    """
 
     def __init__(
         self, make: Callable[[], LLMatcher], matcher: LLMatcher, texts: TextTokens

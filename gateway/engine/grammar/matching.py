@@ -1,7 +1,7 @@
 """Tracks each sequence's place in its grammar, and makes masks of the tokens that may come next.
 
 A matcher never raises because of a model's tokens: it records the error, and the sequence is ended.
-Masks are uint32 words; bit i of word w allows the token 32 w + i.
+A mask is an array of uint32 words; bit i of word w allows the token with the id 32 w + i.
 """
 
 import math
@@ -21,8 +21,9 @@ _WORD = 32
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
 _DIGITS = b"-+.0123456789eE"
 _NUMBER = re.compile(rb"[0-9]+(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
-# Parts of a number that further digits may make infinite.
+# Unfinished numbers which may become too large for a double if more digits follow.
 _LARGE = re.compile(rb"[0-9][eE]|[0-9]{200}")
+# Digits that change an unfinished number little or not at all.
 _NEEDLESS = re.compile(rb"(?<=\.[0-9]{40})[0-9]+|(?<=[eE])0+(?=0)|(?<=[eE][-+])0+(?=0)")
 
 
@@ -35,7 +36,7 @@ def words(vocab_size: int) -> int:
 class TextTokens:
     """The tokens that are text, keyed by their bytes, and the mask, (words,), of all other tokens.
 
-    `spell` returns the bytes of tokens. It is set if the text is JSON, to keep its numbers finite.
+    `spell` returns the bytes of tokens. It is set only if the text is JSON, to keep numbers finite.
     """
 
     ids: Mapping[bytes, Sequence[int]]
@@ -43,15 +44,15 @@ class TextTokens:
     spell: Callable[[Sequence[int]], bytes] | None = None
 
     def with_marks(self, marks: Collection[int]) -> "TextTokens":
-        """Return a copy in which these control tokens are allowed too, as themselves."""
+        """Return a copy in which these control tokens may also stand for themselves."""
         not_text = self.not_text.copy()
         for token in marks:
             not_text[token // _WORD] &= ~np.uint32(1 << (token % _WORD))
         return replace(self, not_text=not_text)
 
 
-# llguidance lists all forced tokens at each call, and holds the GIL meanwhile: for a second if
-# there are 500,000.
+# The most tokens that a grammar may force at once. llguidance lists all of them at each call, and
+# holds the GIL meanwhile: for a second if there are 500,000.
 MOST_FORCED: Final = 1 << 15
 
 
@@ -61,7 +62,7 @@ class GrammarState:
     def __init__(self, matcher: LLMatcher, texts: TextTokens) -> None:
         self.matcher = matcher
         self._texts = texts
-        self._open = b""  # the unfinished end of the JSON: a string's quote, or a number so far
+        self._open = b""  # the unfinished end of the JSON text, as `open_part` returns it
 
     @property
     def may_end(self) -> bool:
@@ -81,15 +82,15 @@ class GrammarState:
         return self.problem()
 
     def fill(self, row: Mask) -> str | None:
-        """Write the mask, without the end-of-sequence tokens; return the error if it cannot be
-        computed.
+        """Write the mask of the next token to `row`, without the end-of-sequence tokens. Return the
+        error if the mask cannot be computed.
         """
         self.matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
         self.mend(row)
         return self.problem()
 
     def mend(self, row: Mask) -> None:
-        """Correct a mask: where llguidance allows a control token for a text, allow the tokens of
+        """Correct a mask: if llguidance allows a control token in place of a text, allow tokens of
         plain text instead; in JSON, forbid digits that make a number larger than any double.
         """
         if self._texts.spell is not None and _LARGE.search(self._open):
@@ -109,7 +110,7 @@ class GrammarState:
                 row[token // _WORD] |= np.uint32(1 << (token % _WORD))
 
     def forced(self) -> list[int]:
-        """Return the tokens that must come next, as far as llguidance knows."""
+        """Return the tokens of text that must come next, as far as llguidance knows."""
         tokens = takewhile(self._is_text, self.matcher.compute_ff_tokens())
         return list(islice(tokens, MOST_FORCED + 1))
 
@@ -135,8 +136,8 @@ def open_part(text: bytes) -> bytes:
 class Matcher:
     """The place of one sequence in its grammar. Used by one thread at a time.
 
-    End-of-sequence tokens are allowed exactly where the answer may end. Once `error` is set, only
-    they are allowed, and the matcher takes no more tokens.
+    End-of-sequence tokens are allowed exactly where the answer may end. Once `error` is set, no
+    other tokens are allowed, and the matcher takes no more tokens.
     """
 
     __slots__ = ("_alone", "_eos", "_has_ended", "_taken", "error", "state")
@@ -147,8 +148,9 @@ class Matcher:
         eos_ids: Collection[int],
         alone: Callable[[], GrammarState] | None = None,
     ) -> None:
-        # Sequences of one grammar may share a lexer through this state, and one may exhaust the
-        # lexer's states for the others. So an error counts only if a state from `alone` meets it.
+        # This state may share a lexer with other sequences of the grammar, which may have used up
+        # the states that the lexer may have. So an error counts only if a state from `alone`, which
+        # shares nothing, has an error too.
         self.state = begin()
         self.error: str | None = None
         self._alone = alone
@@ -184,12 +186,12 @@ class Matcher:
                 self._retry()
 
     def replay(self, tokens: Sequence[int]) -> None:
-        """Take the tokens of a sequence that is read again from its beginning."""
+        """Take several tokens, for example those of a sequence that is read again."""
         for token in tokens:
             self.consume(token)
 
     def forced_tokens(self) -> list[int]:
-        """Return tokens that must come next: perhaps not all of them, or none."""
+        """Return tokens that must come next; more tokens than these may be certain."""
         if self.error is not None or self.is_over:
             return []
         forced = self.state.forced()
@@ -199,7 +201,7 @@ class Matcher:
         return [token for token in forced if token not in self._eos]
 
     def allowed(self, row: Mask) -> None:
-        """Write this sequence's mask, (words,)."""
+        """Write this sequence's mask, (words,), to `row`."""
         if self.error is None and not self._has_ended:
             self.error = self.state.fill(row)
             if self.error is not None and self._retry():
@@ -214,7 +216,9 @@ class Matcher:
         return self._settle(row)
 
     def _settle(self, row: Mask) -> None:
-        """Set or clear the EOS tokens' bits; clear all others if nothing else may come."""
+        """Set or clear the bits of the EOS tokens. Clear all other bits if the answer has ended or
+        has an error.
+        """
         if self.error is not None or self._has_ended:
             row[:] = 0
         may_end = self.error is not None or self.may_end
@@ -229,7 +233,9 @@ class Matcher:
             self._settle(row)
 
     def _retry(self) -> bool:
-        """Replay all tokens in a state that shares no lexer; return True if it meets no error."""
+        """Replay all tokens in a new state that shares no lexer. Return True if this succeeds: the
+        new state then replaces the old one.
+        """
         if self._alone is None:
             return False
         state, self._alone = self._alone(), None
@@ -245,7 +251,9 @@ class Masks:
         self._executor = LLExecutor(threads)
 
     def fill(self, matchers: Sequence[Matcher], bitmask: Mask) -> None:
-        """Fill (rows, words), one row per matcher. Check each matcher's `error` afterwards."""
+        """Fill `bitmask`, (rows, words), with one row per matcher. Check each matcher's `error`
+        afterwards.
+        """
         in_parallel: list[tuple[LLMatcher, int]] = []
         for i, matcher in enumerate(matchers):
             if matcher.error is None:
@@ -262,13 +270,13 @@ class Masks:
 
 @dataclass(frozen=True, slots=True)
 class BoundRow:
-    """A row of a batch whose next token a grammar constrains."""
+    """A row of a batch whose next token a grammar constrains. `place` is the row's index."""
 
     place: int
     matcher: Matcher
-    # The next token may also be this one, even if the grammar forbids it.
+    # A token that may come next even if the grammar forbids it: it opens thinking.
     opening: int | None
-    # These tokens are excluded unless nothing else would be left.
+    # Tokens that may not come next, unless the grammar allows no others.
     barred: Collection[int]
 
     def forced(self, most: int) -> list[int]:
@@ -279,8 +287,8 @@ class BoundRow:
 def apply_masks(logits: mx.array, bitmask: Mask, rows: Sequence[int]) -> mx.array:
     """Return (batch, vocabulary) logits with -inf for the tokens that masks exclude.
 
-    `bitmask` is (len(rows), words), and `rows` are its rows' places in the batch; other rows of the
-    batch stay unchanged. Ids beyond the masks get -inf, too. Works on any device.
+    `bitmask` is (len(rows), words), and `rows` has the index in the batch of each of its rows. All
+    other rows of the batch stay unchanged. Ids beyond the masks get -inf, too. Works on any device.
     """
     if not len(rows):
         return logits
@@ -294,7 +302,8 @@ def apply_masks(logits: mx.array, bitmask: Mask, rows: Sequence[int]) -> mx.arra
         return mx.where(_unpack(masks, vocab_size), logits, forbidden)
     is_allowed = _unpack(bitmask, vocab_size)
     masked = mx.array(logits)
-    # Each row is a slice: a gather and a scatter of eight rows take twice as long on a CPU.
+    # The rows are masked one by one: gathering and scattering eight rows takes twice as long on a
+    # CPU.
     for i, row in enumerate(at):
         one = slice(row, row + 1)
         masked[one] = mx.where(is_allowed[i : i + 1], logits[one], forbidden)

@@ -21,26 +21,27 @@ _TIME: Final = (
 )
 _ATOM: Final = "[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]+"
 _LABEL: Final = "[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
-# Every RFC 3339 date of the years 1 to 9999. Second 60 is left out: parsers such as Python's refuse
-# it.
+# All dates and times of RFC 3339 in the years 1 to 9999, but not second 60, which parsers such as
+# Python's refuse.
 _DATES: Final = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}T{_TIME}$"}
-# Addresses at a domain with a dot in it: most validators take no other.
+# Patterns for formats. An email's domain must have a dot, since most validators require one.
 OWN_FORMATS: Final = {**_DATES, "email": rf"^{_ATOM}(?:\.{_ATOM})*@(?:{_LABEL}\.)+{_LABEL}$"}
-# llguidance's own formats, some of which may be of any length.
+# The formats that llguidance enforces itself. Values of ENDLESS_FORMATS may have any length.
 FORMATS: Final = frozenset({"duration", "hostname", "ipv4", "ipv6", "uri", "uuid"})
 ENDLESS_FORMATS: Final = frozenset({"duration", "hostname", "uri"})
-_WIDEST: Final = 10_000
-_MOST_REPEATED: Final = 2_000  # with more repetitions, some token of an answer fails
-# An opening bracket matches even if it is not closed: otherwise the search would begin again at
-# each of a caller's brackets, and hold the GIL all that time.
+_WIDEST: Final = 10_000  # characters; a pattern whose matches may be longer counts as unbounded
+_MOST_REPEATED: Final = 2_000  # with more repetitions, llguidance fails at some token of an answer
+# A class, closed or not. If an unclosed class didn't match, the search would begin again at each
+# bracket in a caller's pattern, and hold the GIL all that time.
 _CLASS: Final = r"\[(?P<excludes>\^)?(?P<body>(?:\\.|[^\]\\])*)(?P<end>\])?"
 _PARTS: Final = re.compile(rf"\\.|\.|{_CLASS}", re.DOTALL)
 _SPACES: Final = r"\t-\r \u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\ufeff"
-# White space and line ends in ECMA's dialect, which are different characters in Rust's.
+# White space and "any character" of ECMA's dialect. In Rust's dialect, these stand for other sets
+# of characters.
 _ECMA: Final = {r"\s": f"[{_SPACES}]", r"\S": f"[^{_SPACES}]", ".": r"[^\n\r\u2028\u2029]"}
 _QUOTE: Final = re.compile(r'["]|\\\\|\\x22|\\x5[cC]|\\u0022|\\u005[cC]')
-# Text in a class that Rust's regex refuses or reads differently from ECMA's: unknown escapes, and
-# marks that open a nested class or combine classes. An empty class differs, too.
+# Class contents that Rust's regex refuses, or reads differently from ECMA's: unknown escapes, marks
+# that open a nested class or combine classes, and an empty class.
 _ESCAPE: Final = r"\\(?:[^\x00-\x7f]|[0-9A-Za-z](?<![dDsSwWnrtfvxupP]))"
 _FOREIGN: Final = re.compile(rf"(?:\\.|[^\\])*?(?:\[|&&|--|~~|{_ESCAPE})|\Z", re.DOTALL)
 _FROM_NUL: Final = re.compile(r"\\(?:x00|u0000)-")  # llguidance lets quotes through such a class
@@ -48,13 +49,14 @@ _TOKENS: Final = re.compile(
     rf"\\[pPux]\{{[^}}]{{1,64}}\}}|\\.|{_CLASS}|\{{[0-9]+(?:,(?P<most>[0-9]*))?\}}|\(\?<?[=!]|.",
     re.DOTALL,
 )
-# Look-arounds, backreferences and anchors; a brace that begins no count.
+# Tokens that make a pattern unenforceable: look-arounds, backreferences, anchors such as `\b`,
+# unknown escapes, and a brace that begins no count.
 _NOT_REGULAR: Final = re.compile(rf"\(\?.*|{_ESCAPE}|\{{", re.DOTALL)
 
 
 def is_holdable(pattern: str) -> bool:
-    """Return True if llguidance can enforce a pattern: it is regular, means the same in Rust's
-    dialect, and repeats little.
+    """Return True if llguidance can enforce a pattern: the pattern is regular, means the same in
+    Rust's dialect, and has no large nested repetition counts.
     """
     for match in _TOKENS.finditer(pattern):
         if _NOT_REGULAR.fullmatch(match[0]):
@@ -68,9 +70,8 @@ def is_holdable(pattern: str) -> bool:
 
 
 def _repetitions(pattern: str) -> int:
-    """Return the largest product of nested repetition counts, or 1 if no counts are nested.
-
-    A single count costs little.
+    """Return the largest product of nested repetition counts; 1 if no counts are nested, since a
+    single count costs little.
     """
     levels, atom, largest = [1], 1, 1
     for match in _TOKENS.finditer(pattern):
@@ -94,9 +95,9 @@ def _repetitions(pattern: str) -> int:
 def as_ecma(pattern: str) -> str:
     """Return a pattern in ECMA's dialect as one in Rust's, which llguidance reads.
 
-    A class that excludes quotes or backslashes is made to exclude NUL, too. If such a class has
-    every control character, llguidance 1.9.1 lets quotes and backslashes through when it converts
-    the class to JSON's spelling.
+    A class that excludes quotes or backslashes is made to exclude NUL, too. If such a class allows
+    every control character, llguidance 1.9.1 also allows quotes and backslashes when it converts
+    the class to JSON's escapes.
     """
 
     def rewrite(match: re.Match[str]) -> str:
@@ -109,11 +110,11 @@ def as_ecma(pattern: str) -> str:
     return _PARTS.sub(rewrite, pattern)
 
 
-@lru_cache(maxsize=128)  # callers' patterns, each of which may be most of a schema
+@lru_cache(maxsize=128)  # small, since a caller's pattern may be very long
 def widths(pattern: str) -> tuple[int, int | None]:
     """Return the fewest and the most characters of a string in which a pattern is found.
 
-    None means no bound. A pattern that Python's parser refuses gives (0, None).
+    The most is None if there is no bound. A pattern that Python's parser refuses gives (0, None).
     """
     parser: Any = vars(re)["_parser"]
     try:

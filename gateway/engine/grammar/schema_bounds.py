@@ -1,6 +1,6 @@
-"""Tightens a JSON Schema, so that a small model stays on course.
+"""Tightens a JSON Schema, so that a small model neither writes endlessly nor leaves fields out.
 
-Every value that fits the tightened schema also fits the caller's. Functions are pure and copy.
+Every value that fits the tightened schema also fits the caller's. Functions return changed copies.
 """
 
 from collections.abc import Mapping
@@ -27,35 +27,37 @@ _CONSTRAINTS: Final = frozenset({"properties", "patternProperties", "required"})
 _BOUNDS: Final = ("max_string_chars", "max_array_items")  # names in models.yaml
 _OPEN: Final = "#/$defs/gateway-open-"
 _OPEN_DEPTH: Final = 3
-_SHORTEST_FORMAT: Final = 16  # characters that a useful address or link needs
+_SHORTEST_FORMAT: Final = 16  # the lowest bound, in characters, of a host name or link
 _SAFE: Final = 2**53 - 1  # the largest integer that every JSON parser keeps exact
 _LOWER: Final = ("minimum", "exclusiveMinimum")
 _UPPER: Final = ("maximum", "exclusiveMaximum")
-_PLACES: Final = 10  # decimal places: llguidance 1.9.1 takes no finer step
-_PLACES_IF_SHORT: Final = 4  # decimal places if strings are bounded too
+_PLACES: Final = 10  # the most decimal places: llguidance 1.9.1 accepts no more in `multipleOf`
+_PLACES_IF_SHORT: Final = 4  # decimal places of numbers if strings are bounded too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
     """The ways in which a schema is tightened."""
 
-    # Bounds for parts that the schema leaves unbounded; None sets no bound.
+    # Bounds for strings and arrays that the schema leaves unbounded; None adds no bound.
     max_string_chars: int | None = None
     max_array_items: int | None = None
-    # Optional properties are required if each of them is nullable or has a default.
+    # True to require an object's optional properties if each is nullable or has a default.
     complete: bool = True
-    closed: bool = True  # only properties that the schema names, unless it allows others
+    # True to allow only properties that the schema names, unless it mentions others.
+    closed: bool = True
 
     @classmethod
     def of(cls, spec: ChatSpec) -> "Shape":
-        """Return the shape with the bounds that models.yaml sets for a model."""
+        """Return a shape with the bounds that models.yaml sets for a model."""
         return cls(**{name: getattr(spec.structured, name) for name in _BOUNDS})
 
     def completed(self, stated: object) -> "Shape":
-        """Return the shape with bounds that the checkpoint states where the shape has none.
+        """Return the shape, with each missing bound taken from the checkpoint if it states one.
 
-        `stated` is `structured` in generation_config.json, with models.yaml's names: a model too
-        small to end a string by itself needs the bounds wherever it is served.
+        `stated` is the object `structured` in the checkpoint's generation_config.json; its keys are
+        named as in models.yaml. A model that is too small to end a string by itself needs these
+        bounds wherever it is served.
         """
         own = stated if isinstance(stated, Mapping) else {}
         return replace(
@@ -81,11 +83,11 @@ def complete(schema: Schema) -> Schema:
     """Require every property of each object whose optional properties are all nullable or have a
     default.
 
-    An object with any other optional property stays unchanged; so does the whole schema if its
-    recursion would otherwise never end.
+    An object with any other optional property stays unchanged. The whole schema stays unchanged if
+    it is recursive and could not end with these properties required.
     """
-    # Optional fields of pydantic are like this, and a language model that may skip such fields
-    # often skips them all.
+    # Pydantic makes optional fields nullable or gives them a default, and a language model that may
+    # skip fields often skips them all.
     whole = rebuild(schema, _complete)
     return whole if can_end(whole) else schema
 
@@ -118,8 +120,9 @@ def _may_say_nothing(schema: Schema) -> bool:
 def close_objects(schema: Schema) -> Schema:
     """Add `additionalProperties: false` to objects that name properties and don't mention others.
 
-    If several subschemas constrain one object, only the outer one is closed, and only if it names
-    all properties of the inner ones. A closed inner one would forbid the properties of the others.
+    If several subschemas constrain one object, only the outer subschema is closed, and only if it
+    names all properties of the inner ones. If an inner subschema were closed, it would forbid the
+    properties of the others.
     """
     root = rebuild(schema, lambda node: node)
     shared = set[int]()  # ids of subschemas whose values other subschemas constrain, too
@@ -142,7 +145,7 @@ def close_objects(schema: Schema) -> Schema:
 
 
 def _parts(node: Node, root: Schema) -> list[Node]:
-    """Return the direct subschemas that constrain the same value."""
+    """Return the direct subschemas of a node that constrain the same value as the node."""
     parts = [part for key in ("allOf", "anyOf", "oneOf") for part in node.get(key, ())]
     if "$ref" in node:
         parts.append(resolve(root, node["$ref"]))
@@ -164,11 +167,12 @@ def bound_strings(
     max_string_chars: int | None,
     max_array_items: int | None,
 ) -> Schema:
-    """Add `maxLength` and `maxItems` at any depth where a schema doesn't set them.
+    """Add `maxLength` and `maxItems`, at any depth, wherever a schema doesn't set them.
 
-    Formats and patterns of unlimited length are bounded too, and so are undeclared property names;
-    enumerations and constants stay unchanged. Integers are limited to those that JSON parsers keep
-    exact. Values of any type (`{}`, an object of anything) are bounded at every level.
+    Strings whose format or pattern allows any length are bounded too, and so are undeclared
+    property names; enumerations and constants stay unchanged. Integers are limited to those that
+    every JSON parser keeps exact. Where the schema allows any value (`{}`), the value is bounded at
+    every level.
     """
     limits: Node = {}
     if max_string_chars is not None:
@@ -208,7 +212,7 @@ def _limit(node: Node, limits: Node) -> Node:
 
 
 def _most_chars(node: Node, limit: int) -> int | None:
-    """Return the bound of a string; None if its pattern or format already limits its length."""
+    """Return the `maxLength` for a string; None if its pattern or format already limits it."""
     max_chars = max(limit, int(node.get("minLength", 0)))
     if "pattern" in node:
         narrowest, widest = widths(node["pattern"])
@@ -224,7 +228,9 @@ def _most_chars(node: Node, limit: int) -> int | None:
 
 
 def _bound_names(node: Node, limits: Node) -> Node:
-    """Bound the length of names and the number of properties in an object that declares none."""
+    """In an object that declares no properties, bound the properties' number and the length of
+    their names.
+    """
     value = node.get("additionalProperties", False)
     is_map = value is not False and not any(key in node for key in _CONSTRAINTS)
     if not is_map or "object" not in types(node) or "maxLength" not in limits:
@@ -236,8 +242,11 @@ def _bound_names(node: Node, limits: Node) -> Node:
 
 
 def _bound_counts(node: Node, limits: Node) -> Node:
-    """Limit the digits of integers and bounded numbers; of all numbers if strings are bounded."""
-    # A small model repeats digits as it repeats letters. An unbounded number may need an exponent.
+    """Limit the digits of integers and of numbers that have bounds. If strings are bounded, limit
+    the digits of all numbers.
+    """
+    # A small model may repeat digits endlessly, as it repeats letters. Numbers without bounds stay
+    # unlimited because they may need an exponent.
     kinds, is_short = types(node), "maxLength" in limits
     bounds = [node[key] for key in (*_LOWER, *_UPPER) if is_number(node.get(key))]
     if "number" in kinds and "multipleOf" not in node and (bounds or is_short):
@@ -255,13 +264,15 @@ def _bound_counts(node: Node, limits: Node) -> Node:
 
 
 def _places_near(bound: float) -> int:
-    """Return the decimal places that numbers near a bound need: two more than the bound has."""
+    """Return how many decimal places are allowed near a bound: two more than the bound has."""
     exponent = Decimal(str(bound)).normalize().as_tuple().exponent
     return 2 - min(0, int(exponent))
 
 
 def _open(node: Node, limits: Node) -> Node:
-    """Refer to bounded values of any type where a subschema allows any value."""
+    """Where a subschema allows any items or properties, allow only values of bounded size: add a
+    reference to the definitions of `_open_levels`.
+    """
     opened: dict[str, Any] = {}
     if "array" in types(node) and "items" not in node:
         opened["items"] = _open_ref(_OPEN_DEPTH)
@@ -282,7 +293,9 @@ def _open_ref(depth: int) -> Node:
 
 
 def _open_levels(limits: Node) -> Node:
-    """Define values of any type, of bounded depth: otherwise a model may nest them forever."""
+    """Return definitions of a value of any type, one for each depth of nesting up to _OPEN_DEPTH.
+    Otherwise a model may nest values forever.
+    """
     name = _OPEN.removeprefix("#/$defs/")
     scalar = _bound_counts({"type": ["string", "number", "boolean", "null"]}, limits)
     scalar = _limit(scalar, limits)

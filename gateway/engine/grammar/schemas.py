@@ -1,6 +1,6 @@
-"""Reads JSON Schemas within bounds, checks them against their draft, walks and rebuilds them.
+"""Reads JSON Schemas of limited size, checks them against their draft, walks and rebuilds them.
 
-Schemas are plain values. Only `settle_refs` changes its argument.
+A schema is a plain JSON value. Of these functions, only `settle_refs` changes its argument.
 """
 
 import json
@@ -30,8 +30,8 @@ _ONE: Final = (
 )
 _LIST: Final = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _MAP: Final = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
-# Keywords that no grammar enforces, and definitions, which only references lead to. By themselves,
-# their subschemas apply to no part of an answer.
+# Keywords whose subschemas a grammar doesn't apply to an answer: keywords that no grammar enforces,
+# and definitions, which apply only where a reference leads to them.
 _ASIDE: Final = frozenset(
     {
         *("$defs", "definitions"),
@@ -65,7 +65,7 @@ _DRAFTS: Final = {draft.value.partition("://")[2]: draft for draft in Draft}
 
 
 def refusal(message: str) -> BadRequest:
-    """Return the error for a schema that cannot be honoured."""
+    """Return the error for a schema that is invalid or cannot be enforced."""
     return BadRequest(message, part="answer_form", code="invalid_json_schema")
 
 
@@ -73,7 +73,7 @@ def refusal(message: str) -> BadRequest:
 
 
 def parse_schema(text: str, *, max_bytes: int, max_depth: int) -> Schema:
-    """Read a schema within bounds, as size and depth decide the cost of compiling. Raises
+    """Read a schema. Its size and depth, which decide the cost of compiling, are limited. Raises
     BadRequest.
     """
     if len(text.encode(errors="surrogatepass")) > max_bytes:
@@ -101,7 +101,7 @@ def _children(value: Any) -> Iterable[Any]:
 
 
 def _no_such_number(name: str) -> float:
-    raise ValueError(f"{name[:64]} is not a JSON number, or more than a double holds")
+    raise ValueError(f"{name[:64]} is not a JSON number, or is too large for a double")
 
 
 def _number(text: str) -> float:
@@ -113,7 +113,7 @@ def _number(text: str) -> float:
 
 
 def draft_of(schema: Schema) -> Draft:
-    """Return the draft that `$schema` names; the newest if it names no known one."""
+    """Return the draft that a schema's `$schema` names; the newest if it is missing or unknown."""
     name = schema.get("$schema") if isinstance(schema, dict) else None
     if not isinstance(name, str):
         return Draft.D202012
@@ -121,7 +121,9 @@ def draft_of(schema: Schema) -> Draft:
 
 
 def check_draft(schema: Schema) -> None:
-    """Check a schema against its draft's meta-schema. Raises BadRequest with keyword and place."""
+    """Check a schema against its draft's meta-schema. Raises BadRequest, which names the invalid
+    keyword and its place.
+    """
     draft = draft_of(schema)
     error = next(_own_schema(draft).iter_errors(schema), None)
     if error is not None:
@@ -134,7 +136,9 @@ def check_draft(schema: Schema) -> None:
 
 
 def _problem(keyword: str, kind: Any) -> str:
-    """Return in words the rule that a keyword's value breaks; `kind` is jsonschema_rs's."""
+    """Return the rule that a keyword's value breaks, in words. `kind` is the error's kind in
+    jsonschema_rs.
+    """
     if kind.name == "type":
         nouns = [f"an {name}" if name[0] in "aio" else f"a {name}" for name in kind.types]
         return f"must be {' or '.join(nouns)}"
@@ -147,7 +151,8 @@ def _problem(keyword: str, kind: Any) -> str:
 
 @cache
 def _own_schema(draft: Draft) -> Any:
-    # Formats are not checked: a `pattern` is in ECMA's dialect, which few libraries share.
+    # Formats are not checked: a `pattern` has the format "regex", in ECMA's dialect, and few
+    # libraries can check that dialect.
     return jsonschema_rs.validator_for(REGISTRY.contents(draft.value), validate_formats=False)
 
 
@@ -155,7 +160,9 @@ def _own_schema(draft: Draft) -> Any:
 
 
 def steps(node: Node) -> Iterator[tuple[str, Node]]:
-    """Yield the direct subschemas that are objects, with the JSON pointer's steps to each."""
+    """Yield a node's direct subschemas that are objects, each with the steps that lead to it in a
+    JSON pointer.
+    """
     for key, value in node.items():
         if key in _ONE and isinstance(value, dict):
             yield key, value
@@ -172,7 +179,7 @@ def steps(node: Node) -> Iterator[tuple[str, Node]]:
 
 
 def walk(schema: Schema) -> Iterator[tuple[str, Node]]:
-    """Yield every subschema that is an object, definitions too, with its JSON pointer."""
+    """Yield every subschema that is an object, including definitions, with its JSON pointer."""
     todo = [(ROOT, schema)] if isinstance(schema, dict) else []
     while todo:
         place, node = todo.pop()
@@ -206,7 +213,7 @@ def rebuild(schema: Schema, change: Callable[[Schema], Schema]) -> Schema:
 
 
 def bare(schema: Schema) -> Schema:
-    """Return a schema without its annotations, which may be most of a function's schema."""
+    """Return a schema without annotations such as `description`, which may be most of its text."""
     return rebuild(schema, _bare)
 
 
@@ -217,7 +224,7 @@ def _bare(node: Schema) -> Schema:
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """Return True for a JSON number, which a boolean is not."""
+    """Return True for a JSON number. A boolean is none, although Python counts it as an int."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
@@ -233,8 +240,8 @@ def types(node: Node) -> frozenset[str]:
 
 
 def resolve(root: Schema, ref: str) -> Schema | None:
-    """Return the subschema that a reference leads to; None if it isn't a JSON pointer within the
-    schema, or leads nowhere.
+    """Return the subschema that a reference leads to; None if the reference isn't a JSON pointer
+    within the schema, or leads nowhere.
     """
     if ref != "#" and not ref.startswith("#/"):
         return None
@@ -252,12 +259,12 @@ def resolve(root: Schema, ref: str) -> Schema | None:
 
 
 def settle_refs(root: Node) -> tuple[Collection[int], Mapping[str, str]]:
-    """Rewrite each reference as a pointer to a definition, and remove those that can't be.
+    """Rewrite each reference as a pointer to a definition, or remove it if that isn't possible.
 
-    Removed are references to other documents, which are never followed, and all references of a
-    schema whose subschemas have addresses of their own, which the references in them are relative
-    to. Changes the schema in place. Returns the Python ids of subschemas that lost a reference, and
-    a map from the rewritten references to the caller's.
+    References to other documents are removed, since they are never followed. If subschemas have
+    identifiers that are addresses (`$id`), all references are removed, since they may be relative
+    to these addresses. Changes the schema in place. Returns the Python ids of subschemas that lost
+    a reference, and a map from the rewritten references to the caller's.
     """
     nodes = list(walk(root))
     base = next(iter(_identifiers(root)), "").partition("#")[0]
@@ -278,8 +285,9 @@ def settle_refs(root: Node) -> tuple[Collection[int], Mapping[str, str]]:
         target = resolve(root, ref)
         if target is None:
             target = anchors.get(ref)
-        # A target that is not a definition becomes one: keywords on the way to it may be rewritten,
-        # and some, such as OpenAPI's `components`, are not JSON Schema's.
+        # A target that is not a definition is added to the definitions, because the way to it may
+        # lead through keywords that are rewritten later, or that llguidance doesn't know, such as
+        # OpenAPI's `components`.
         if target is not None and not _DEFINITION.fullmatch(ref):
             moved[ref] = target
             node["$ref"] = f"#/$defs/{urllib.parse.quote(escape(ref), safe='~')}"
@@ -313,8 +321,8 @@ def reachable(
 ) -> list[tuple[str, Node]]:
     """Return the subschemas that a grammar may enforce, each with its JSON pointer.
 
-    `callers` maps rewritten references to those that the caller wrote. Raises BadRequest for a
-    reference that leads nowhere, and for a chain of more than `max_path` subschemas.
+    `callers` maps rewritten references to the references that the caller wrote. Raises BadRequest
+    for a reference that leads nowhere, and for a chain of more than `max_path` subschemas.
     """
     nodes: list[tuple[str, Node]] = []
     seen = set[int]()
@@ -323,7 +331,7 @@ def reachable(
         place, node, depth = todo.pop()
         if id(node) in seen or not isinstance(node, dict):
             continue
-        if depth > max_path:  # compilers follow `$ref` by native recursion
+        if depth > max_path:  # llguidance follows `$ref` by recursion in native code
             raise refusal(
                 f"The JSON Schema leads through more than {max_path} subschemas, one inside the "
                 "other or by `$ref`."
@@ -347,8 +355,10 @@ def reachable(
 
 
 def can_end(root: Schema) -> bool:
-    """Return True if some finite value fits, that is, if no subschema always requires itself."""
-    # This computes the least fixed point: a reference can end once its target can.
+    """Return True if some finite value fits a schema. None does if a subschema always requires
+    itself.
+    """
+    # The loop finds the least fixed point: a reference can end once its target can end.
     refs = {node["$ref"]: True for _, node in walk(root) if "$ref" in node}
     targets = {ref: resolve(root, ref) for ref in refs}
     endless = {ref for ref, target in targets.items() if target is not None}

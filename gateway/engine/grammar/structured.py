@@ -1,7 +1,8 @@
-"""Structured output of one model: its grammars, its calls, and the masks of a step.
+"""The structured output of one model: compiles grammars for its answers and calls, and masks the
+logits of a step.
 
-This module also checks whether a finished answer fits a schema that its grammar could not enforce
-completely.
+This module also checks whether a finished answer fits a schema that the answer's grammar could not
+enforce completely.
 """
 
 import json
@@ -27,18 +28,20 @@ from gateway.engine.sandbox_worker import Sandbox
 from gateway.errors import BadRequest
 from gateway.jobs.chat import GenerateJob, Grammar
 
-_MAX_BYTES: Final = 1 << 29
+_MAX_BYTES: Final = 1 << 29  # the most memory for checking an answer in the sandbox
 
 
 def fits(source: str, answer: str, sandbox: Sandbox | None) -> bool | None:
-    """Return True if an answer fits a schema, both given as JSON; None if that cannot be decided.
+    """Return whether an answer fits a JSON Schema; None if that cannot be decided. `source` is the
+    schema as JSON.
 
-    Runs in the sandbox, if there is one: checking a caller's schema may take any time.
+    The check runs in the sandbox, if there is one, since it may take any time with a caller's
+    schema.
     """
     try:
         json.loads(answer)
     except (ValueError, RecursionError):
-        return False  # it may have been cut off
+        return False  # the answer is not JSON: it may have been cut off
     request: dict[str, Any] = {
         "kind": "answer",
         "schema": source,
@@ -54,10 +57,11 @@ def fits(source: str, answer: str, sandbox: Sandbox | None) -> bool | None:
 
 
 class StructuredOutput:
-    """Compiles one model's grammars, and masks its logits by them.
+    """Compiles one model's grammars, and masks its logits accordingly.
 
-    Without a grammar tokenizer every grammar is refused, with the `problem` of the model's own. If
-    there is a `sandbox`, each grammar is compiled there first.
+    Without a grammar `tokenizer`, every grammar is refused; the error has `problem`, the reason why
+    the model's tokenizer cannot be used. If there is a `sandbox`, each grammar is compiled there
+    first.
     """
 
     def __init__(
@@ -78,15 +82,17 @@ class StructuredOutput:
         self._masks = Masks()
 
     def grammar(self, job: GenerateJob) -> Grammar | None:
-        """Return the grammar of a job's answer, made from the calls that it may have and its
-        response format; None if nothing constrains it.
+        """Return the grammar of a job's answer, made from the response format and the calls that
+        the answer may have; None if nothing constrains the answer.
 
         Raises BadRequest if the model's call format cannot be combined with the response format.
         """
         return answer_grammar(job.calling, self._call_format, job.grammar)
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
-        """Compile a grammar. Slow, safe on any thread. Raises BadRequest with the fault."""
+        """Compile a grammar. Slow; safe on any thread. Raises BadRequest, with the reason, if it
+        cannot be compiled.
+        """
         if self._tokenizer is None:
             raise BadRequest(
                 "This model's answers cannot follow a schema, a grammar or a required tool: "
@@ -103,16 +109,16 @@ class StructuredOutput:
         )
 
     def matches_schema(self, schema: str, answer: str) -> bool | None:
-        """Return True if a finished answer fits a JSON Schema; None if undecidable. Slow."""
+        """Return whether a finished answer fits a JSON Schema; None if undecidable. Slow."""
         return fits(schema, answer, self._sandbox)
 
     def mask(self, logits: mx.array, bound: Sequence[BoundRow]) -> mx.array:
         """Return logits, (rows, vocabulary), with -inf for the tokens that the grammars of the
         bound rows exclude.
 
-        If only one text can follow, they exclude all tokens but the next one of that text as the
-        tokenizer encodes it. So forced tokens that one pass reads together are those that decoding
-        one by one would choose.
+        If only one text can follow, all tokens are excluded except the next token of that text as
+        the tokenizer encodes it. So a pass that reads several forced tokens reads the same tokens
+        that decoding one by one would choose.
         """
         assert self._tokenizer is not None  # no row has a matcher without one
         forced = [row.forced(1) for row in bound]

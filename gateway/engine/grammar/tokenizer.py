@@ -1,7 +1,7 @@
 """A model's tokens in the form that grammars need, made once when the model is loaded.
 
-llguidance makes its own tokenizer in native code that holds the GIL. A vocabulary of 152k would
-take 1.3 s at a stretch, while everything else in the process waits. So it is made in parts, on a
+llguidance's tokenizer is made by native code that holds the GIL. With 152,000 tokens, making it at
+once would take 1.3 s, while all other threads of the process wait. So it is made in parts, on a
 separate thread, and other threads run between the parts.
 """
 
@@ -20,13 +20,13 @@ from tokenizers import Tokenizer
 from gateway.engine.grammar.matching import TextTokens, words
 from gateway.panics import as_exception
 
-_BYTE = '"<0x0A>"'  # the spelling in a vocabulary with tokens for bytes
-_PAUSE_S = 0.01  # seconds between two parts, for threads that have waited meanwhile
+_BYTE = '"<0x0A>"'  # the token for a line break in vocabularies that have a token for each byte
+_PAUSE_S = 0.01  # seconds between two parts, in which waiting threads run
 
 
-# llguidance 1.9.1 holds the GIL while it reads added tokens: a second for 20,000, three minutes for
-# 100,000, 37 s for 16,000 of 1,000 characters, over eight minutes for ten of 100,000 (AMD EPYC).
-# Gemma 3 has 6,414.
+# The most added tokens. llguidance 1.9.1 holds the GIL while it reads them: one second for 20,000
+# tokens, three minutes for 100,000, 37 s for 16,000 tokens of 1,000 characters, over eight minutes
+# for ten tokens of 100,000 characters (AMD EPYC). Gemma 3 has 6,414 added tokens.
 MOST_ADDED: Final = 1 << 14
 MOST_CHARS: Final = 1 << 10  # the most characters of one added token
 MOST_ADDED_CHARS: Final = 1 << 20  # the most characters of all added tokens
@@ -35,9 +35,10 @@ MOST_ADDED_CHARS: Final = 1 << 20  # the most characters of all added tokens
 class GrammarTokenizer:
     """A model's tokens in the form that grammars need. Slow to make: never on the event loop.
 
-    `tokenizer` is transformers'. `vocab_size` is the length of the model's logits: larger ids are
-    never allowed. Special and added tokens never count as text, except `marks` in calls. Raises
-    ValueError for a tokenizer that cannot be used with grammars.
+    `tokenizer` is a tokenizer of transformers. `vocab_size` is the number of the model's logits:
+    larger ids are never allowed. Special and added tokens never count as text, except `marks`, the
+    control tokens around calls. Raises ValueError for a tokenizer that cannot be used with
+    grammars.
     """
 
     def __init__(
@@ -77,19 +78,20 @@ class GrammarTokenizer:
 
 
 class _Maker(LLGuidanceBackend):
-    """Outlines' backend with a tokenizer that knows the length of the logits and all EOS tokens."""
+    """Outlines' backend with our tokenizer, which knows the number of logits and all EOS tokens."""
 
     def __init__(self, tokens: LLTokenizer) -> None:
         self.llg = llguidance
-        self.tensor_library_name = "numpy"  # processors are made, never run
+        self.tensor_library_name = "numpy"  # required, but unused: Outlines' processors never run
         self.llg_tokenizer = tokens
 
 
 def _tokens(tokenizer: Tokenizer, size: int, eos_ids: Sequence[int]) -> LLTokenizer:
-    """Return llguidance's tokenizer. Raises ValueError if llguidance cannot read the original.
+    """Return llguidance's tokenizer. Raises ValueError if llguidance cannot read this tokenizer.
 
-    The tables of a string's possible continuations are a third of the work, and made separately.
-    llguidance.hf is not used: it would also copy the tokenizer by serializing and parsing it.
+    `with_slices` makes the tables of tokens that may continue a string, which is a third of the
+    work, separately. llguidance.hf is not used: it would also copy the tokenizer by serializing and
+    parsing it.
     """
     text = _readable(tokenizer.to_str())
     time.sleep(_PAUSE_S)
@@ -102,23 +104,27 @@ def _tokens(tokenizer: Tokenizer, size: int, eos_ids: Sequence[int]) -> LLTokeni
 
 
 def _check_added(tokenizer: Tokenizer) -> None:
-    """Raise ValueError for added tokens that would take minutes to read."""
+    """Raise ValueError if llguidance would take long to read a tokenizer's added tokens."""
     added = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
     if len(added) > MOST_ADDED:
         raise ValueError(f"it has {len(added):,} added tokens, and {MOST_ADDED:,} are allowed")
     lengths = [len(content) for content in added]
     if max(lengths, default=0) > MOST_CHARS or sum(lengths) > MOST_ADDED_CHARS:
-        raise ValueError(f"an added token has {max(lengths):,} characters, or all {sum(lengths):,}")
+        raise ValueError(
+            f"its longest added token has {max(lengths):,} characters, "
+            f"and all together have {sum(lengths):,}"
+        )
 
 
 def _readable(text: str) -> str:
-    """Return a tokenizer's JSON, with SentencePiece's marked spaces rewritten for llguidance, which
-    knows byte-level decoders, and those that replace one character and fall back to bytes.
+    """Return a tokenizer's JSON with a decoder that llguidance can read. SentencePiece marks spaces
+    with `▁`; its decoder, "Metaspace", is replaced by one that replaces this mark by a space.
 
-    The tokens and their ids stay the same. The mark of the first word is no longer added, but no
-    constrained answer has it. Raises ValueError if tokens would stand for other bytes.
+    The tokens and their ids stay the same. No mark is added before a text's first word any more,
+    but constrained answers don't have this mark. Raises ValueError if tokens would stand for other
+    bytes.
     """
-    if '"Metaspace"' not in text:  # reading and writing all tokens takes a while
+    if '"Metaspace"' not in text:  # parsing and writing the JSON of all tokens takes a while
         return text
     whole = json.loads(text)
     decoders = list(_parts(whole.get("decoder"), "decoders"))
@@ -141,7 +147,9 @@ def _readable(text: str) -> str:
 
 
 def _parts(part: Any, name: str) -> Iterator[dict[str, Any]]:
-    """Yield a part of a tokenizer, or the parts in it if it is a `Sequence`."""
+    """Yield a part of a tokenizer or, if the part is a `Sequence`, all parts in it, listed under
+    `name`.
+    """
     if isinstance(part, dict):
         if part.get("type") == "Sequence":
             for child in part.get(name) or ():

@@ -1,6 +1,7 @@
-"""Leaves out the parts of a JSON Schema that no grammar enforces, and names them by JSON pointer.
+"""Leaves out the keywords of a JSON Schema that no grammar enforces, and lists them as JSON
+pointers.
 
-In lenient mode, llguidance leaves out some keywords itself and names them in warnings. The rules
+In lenient mode, llguidance itself leaves out some keywords and names them in warnings. The rules
 here are for keywords that llguidance 1.9.1 refuses or misreads without a warning. A finished answer
 is checked against the whole schema in any case.
 """
@@ -30,21 +31,21 @@ from gateway.engine.grammar.schemas import (
     types,
 )
 
-_SMALLEST: Final = 1e-50  # llguidance 1.9.1 refuses bounds with a hundred zeros
+_SMALLEST: Final = 1e-50  # smaller bounds are left out: llguidance 1.9.1 refuses a hundred zeros
 # llguidance computes with doubles, which cannot tell larger neighbouring integers apart.
 _LARGEST: Final = 2**53
 _LOWER: Final = ("minimum", "exclusiveMinimum")
 _UPPER: Final = ("maximum", "exclusiveMaximum")
 _COUNTS: Final = ("minProperties", "maxProperties")
 _COUNTED: Final = {"minLength", "maxLength", "minItems", "maxItems", *_COUNTS}
-# No answer has more parts, and llguidance refuses larger numbers.
+# Larger counts are reduced to this one: no answer has more parts, and llguidance refuses them.
 _MOST_COUNTED: Final = 2**32 - 1
-# The most optional properties of which at least one must be present: each makes an alternative.
+# The most optional properties for "at least one must be present": each becomes an alternative.
 _MOST_OPTIONAL: Final = 8
 _MOST_COMPARED: Final = 64  # alternatives of a `oneOf`, compared pair by pair
 _FAULT: Final = re.compile(r"^regex parse error:.*^error: (.+)$", re.MULTILINE | re.DOTALL)
 _UNIMPLEMENTED: Final = re.compile(r"Unimplemented keys: (\[.*\])")
-# Keywords that constrain nothing without another keyword, which is named instead.
+# Keywords that constrain nothing without another keyword: `unenforced` lists the other keyword.
 _ASK_NOTHING: Final = frozenset(
     {"$dynamicAnchor", "$recursiveAnchor", "then", "else", "minContains", "maxContains"}
 )
@@ -73,9 +74,9 @@ _REASONS: Final[Mapping[str, str]] = {  # keys are words of the compiler's messa
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """The part of a schema that a grammar may enforce, and pointers to the keywords left out.
+    """The part of a schema that a grammar may enforce, and JSON pointers to the keywords left out.
 
-    `nodes` are its subschemas that may apply to an answer, each with its pointer.
+    `nodes` are the schema's subschemas that may apply to an answer, each with its JSON pointer.
     """
 
     schema: Node
@@ -87,8 +88,8 @@ class Held:
         return replace(self, unenforced=tuple(dict.fromkeys((*self.unenforced, *pointers))))
 
     def warned(self, warnings: Iterable[str]) -> "Held":
-        """Return a copy that also names the keywords in llguidance's warnings. An unknown warning
-        adds the root.
+        """Return a copy whose `unenforced` also has the keywords in llguidance's warnings. For a
+        warning of an unknown kind, the root is added.
         """
         keys, pointers = set[str](), list[str]()
         for warning in warnings:
@@ -105,8 +106,8 @@ class Held:
 
 
 def hold(root: Schema, max_path: int) -> Held:
-    """Leave out and name the keywords that llguidance is known not to enforce. Changes the schema
-    in place.
+    """Leave out the keywords that llguidance is known not to enforce, and list them. Changes the
+    schema in place.
 
     Raises BadRequest for a schema that no finite value fits, or whose references lead nowhere.
     """
@@ -122,10 +123,12 @@ def hold(root: Schema, max_path: int) -> Held:
         if id(node) in lost:
             unenforced.append(f"{place}/$ref")
         if "$schema" in node:
-            node["$schema"] = draft_of(node).value  # llguidance would try to find an unknown one
+            # If `$schema` were a URL that llguidance doesn't know, it would try to retrieve it.
+            node["$schema"] = draft_of(node).value
         for rule in _RULES:
             unenforced += [f"{place}/{key}" for key in rule(node)]
-    for place, node in nodes:  # once all rules are applied: this compares alternatives
+    # Alternatives are compared only once the rules have been applied to all of them.
+    for place, node in nodes:
         if "oneOf" in node and not _hold_one_of(node, schema):
             unenforced.append(f"{place}/oneOf")
     return Held(schema, nodes, tuple(dict.fromkeys(unenforced)))
@@ -142,7 +145,9 @@ def _items(node: Node) -> Iterator[str]:
 
 
 def _large_numbers(node: Node) -> Iterator[str]:
-    """Reduce counts and bounds to exact numbers; leave out bounds that this would widen."""
+    """Reduce counts and bounds to numbers that llguidance accepts and computes exactly. Leave out
+    bounds that would allow more values if they were reduced.
+    """
     for key in _COUNTED & node.keys():
         node[key] = min(node[key], _MOST_COUNTED)
     for key in (*_LOWER, *_UPPER, "multipleOf"):
@@ -163,7 +168,7 @@ def _large_numbers(node: Node) -> Iterator[str]:
 
 
 def _near_bounds(node: Node) -> Iterator[str]:
-    """Make exclusive bounds less than 1 apart inclusive, because llguidance treats them so."""
+    """Make bounds that are less than 1 apart inclusive, because llguidance treats them so."""
     lowest = [node[key] for key in _LOWER if is_number(node.get(key))]
     highest = [node[key] for key in _UPPER if is_number(node.get(key))]
     if "number" not in types(node) or not lowest or not highest:
@@ -174,13 +179,13 @@ def _near_bounds(node: Node) -> Iterator[str]:
         bound = node.get(exclusive, False)
         if bound is not False:
             del node[exclusive]
-            if is_number(bound):  # a flag in draft 4
+            if is_number(bound):  # in draft 4 it is a boolean instead
                 node.setdefault(inclusive, bound)
             yield exclusive
 
 
 def _literals(node: Node) -> Iterator[str]:
-    """Leave out constants that llguidance writes differently: large numbers, text with a DEL."""
+    """Leave out constants that llguidance writes wrongly: large numbers, and texts with a DEL."""
     for key in ("const", "enum"):
         if key in node and any(map(_is_miswritten, _scalars(node[key]))):
             del node[key]
@@ -206,7 +211,8 @@ def _scalars(value: Any) -> Iterator[Any]:
 
 def _counts(node: Node) -> Iterator[str]:
     """Leave out counts of properties if some are optional, or more than one is undeclared."""
-    # Undeclared names may repeat in an answer, so only one of them can be counted.
+    # An answer may have the same undeclared name several times, so no more than one undeclared
+    # property can be counted.
     properties, required = node.get("properties", {}), node.get("required", ())
     optional = [name for name in properties if name not in required]
     minimum, maximum = node.get("minProperties", 0), node.get("maxProperties")
@@ -245,7 +251,7 @@ def _patterns(node: Node) -> Iterator[str]:
         return
     del node["patternProperties"]
     yield "patternProperties"
-    # Kept, it would also forbid the names that the patterns allowed.
+    # If `additionalProperties` stayed, it would also forbid the names that the patterns allowed.
     if node.pop("additionalProperties", True) is not True:
         yield "additionalProperties"
 
@@ -259,14 +265,17 @@ _RULES: Final[Sequence[Callable[[Node], Iterator[str]]]] = (
 
 
 def _hold_one_of(node: Node, root: Node) -> bool:
-    """Replace `oneOf` by `anyOf`. Return True if both mean the same, as no value fits two."""
+    """Replace `oneOf` by `anyOf`. Return True if no value fits two of the alternatives, so that
+    both keywords mean the same.
+    """
     ways = node.pop("oneOf")
     targets = [_target(way, root) for way in ways]
     required = frozenset(node.get("required", ()))
     is_held = len(ways) <= _MOST_COMPARED and all(
         _are_apart(one, other, _kinds(node), required) for one, other in combinations(targets, 2)
     )
-    # An object without undeclared properties fits no alternative that requires such a property.
+    # Alternatives may be apart once they are closed: an object without undeclared properties
+    # doesn't fit another alternative that requires one of these.
     if not is_held and len(ways) <= _MOST_COMPARED and not _CONSTRAINTS & node.keys():
         closed = [_closed(way) for way in ways]
         is_held = all(
@@ -287,8 +296,8 @@ def _ask_any(node: Node, ways: Sequence[Schema]) -> None:
 
 
 def _are_apart(one: Schema, other: Schema, kinds: frozenset[str], required: frozenset[str]) -> bool:
-    """Return True if no value fits both schemas: a value of these types which, if it is an object,
-    has these properties.
+    """Return True if no value fits both schemas. Only values of the types `kinds` count, and only
+    objects that have the properties `required`.
     """
     if _differ(one, other):
         return True
@@ -297,13 +306,15 @@ def _are_apart(one: Schema, other: Schema, kinds: frozenset[str], required: froz
     shared = kinds & _kinds(one) & _kinds(other)
     if shared != {"object"}:
         return not shared
-    # Two objects differ in a property that one of them requires.
+    # No object fits both schemas if they differ in a property that it must have.
     names = required.union(one.get("required", ()), other.get("required", ()))
     return any(_differ(_property(one, name), _property(other, name)) for name in names)
 
 
 def _differ(one: Schema, other: Schema) -> bool:
-    """Return True if two schemas have no type in common, or no enumerated value."""
+    """Return True if two schemas surely have no value in common, judging by their types and
+    enumerated values.
+    """
     if one is False or other is False:
         return True
     if not isinstance(one, dict) or not isinstance(other, dict):
@@ -315,8 +326,8 @@ def _differ(one: Schema, other: Schema) -> bool:
 
 
 def _values(node: Node) -> frozenset[str] | None:
-    """Return the values that a schema enumerates, as JSON; None if there are none, or if JSON texts
-    cannot compare them.
+    """Return the values that a schema enumerates, as JSON; None if it enumerates none, or if equal
+    values may have different JSON texts.
     """
     values = node.get("enum")
     if "const" in node:
@@ -328,7 +339,7 @@ def _values(node: Node) -> frozenset[str] | None:
 
 
 def _kinds(node: Node) -> frozenset[str]:
-    """Return the JSON types of a schema's values: an integer is a number too."""
+    """Return the JSON types that a schema allows. If it allows numbers, it allows integers too."""
     kinds = types(node)
     return kinds | {"integer"} if "number" in kinds else kinds
 
@@ -340,14 +351,18 @@ def _target(schema: Schema, root: Node) -> Schema:
 
 
 def _property(node: Node, name: str) -> Schema:
-    """Return the schema of a declared property; for any other, True if it may be present."""
+    """Return the schema of a declared property. For an undeclared one, return True if it may be
+    present.
+    """
     if name in node.get("properties", {}):
         return node["properties"][name]
     return node.get("additionalProperties") is not False or "patternProperties" in node
 
 
 def _closed(way: Schema) -> Schema:
-    """Return an alternative that allows no undeclared properties; unchanged if it needs some."""
+    """Return an alternative with undeclared properties forbidden. If it may need some, return it
+    unchanged.
+    """
     is_open = isinstance(way, dict) and "properties" in way and not _OPENING & way.keys()
     if not is_open or not way["properties"].keys() >= set(way.get("required", ())):
         return way
@@ -358,7 +373,9 @@ def _closed(way: Schema) -> Schema:
 
 
 def why(part: Held, problem: str) -> str:
-    """Return the reason why a schema doesn't compile, in words for the caller."""
+    """Return the reason why a schema doesn't compile, in words for the caller. `problem` is
+    llguidance's message.
+    """
     for place, node in part.nodes:
         for lower, upper in _RANGES:
             low, high = node.get(lower), node.get(upper)
@@ -382,12 +399,12 @@ def why(part: Held, problem: str) -> str:
 
 
 def _problem_of(pattern: str) -> str:
-    """Return the compiler's message on a single pattern."""
+    """Return llguidance's message for a schema that has only this pattern."""
     return LLMatcher.validate_grammar(grammar_from("json_schema", json.dumps({"pattern": pattern})))
 
 
 def check_strict(unenforced: Sequence[str]) -> None:
-    """Raise BadRequest if a keyword is left out, naming it and its place."""
+    """Raise BadRequest, naming the first keyword and its place, if any keyword is unenforced."""
     if unenforced:
         place, _, keyword = unenforced[0].rpartition("/")
         what = f"keyword `{keyword}` at {place}" if place else "as a whole"
@@ -399,7 +416,8 @@ def check_strict(unenforced: Sequence[str]) -> None:
 
 # ── llguidance's options ──────────────────────────────────────────────────────────────────────
 
-COMPACT: Final[Mapping[str, Any]] = {"whitespace_flexible": False}  # else spaces may go on forever
+# With flexible white space, a model might write spaces forever.
+COMPACT: Final[Mapping[str, Any]] = {"whitespace_flexible": False}
 _ESCAPES: Final = 'nrbtf\\"'
 _CONTROLS: Final = re.compile(r"\\u00[01]|\x7f")
 
@@ -417,9 +435,9 @@ def read_options(schema: Schema) -> Mapping[str, Any]:
 
 def to_llguidance(schema: Node, options: Mapping[str, Any] = COMPACT) -> Node:
     """Return a schema for llguidance, with these options and lenient mode."""
-    # An undeclared name could be a declared one that is spelled with `\\u`. So `\\u` is allowed
-    # only if a schema has control characters, which cannot be written otherwise, and then no object
-    # with declared names may have undeclared ones.
+    # A model could write a declared name with `\\u` escapes, and it would count as undeclared. So
+    # `\\u` is allowed only if the schema has control characters, which cannot be written otherwise.
+    # In that case, objects with declared names may have no undeclared ones.
     if _CONTROLS.search(json.dumps(schema)):
         schema = rebuild(schema, _without_others)
     else:

@@ -1,9 +1,10 @@
 """The KV of a batch of sequences of different lengths, aligned at their first tokens.
 
 mlx-lm's batched cache aligns all rows at their ends, so a row that joins or leaves moves all
-others. Here a row's tokens begin at place 0 of its slot, and each row has its own length. A row
-that joins is copied into a free slot, the last row takes the slot of one that leaves, and each row
-can be shortened by a different count. Places from a row's length on are masked.
+others. Here each row has a slot in the buffers, in which its tokens begin at place 0, and rows may
+differ in length. A row that joins is copied into a free slot, the last row takes the slot of a row
+that leaves, and each row can be shortened by a different count. Places after a row's last token are
+masked.
 """
 
 import copy
@@ -19,17 +20,17 @@ from mlx_lm.models.cache import _BaseCache
 from gateway.engine.models.rotations import share_positions
 
 STEP: Final = 256  # buffers grow by this many tokens, as in mlx-lm
-SPARE: Final = 8  # one free slot is allowed per this many rows; memory estimates include it
-_FEW: Final = 8  # up to this many tokens per row, one kernel writes all rows; else one per row
+SPARE: Final = 8  # one free slot is allowed per this many rows; memory estimates include free slots
+_FEW: Final = 8  # the most tokens per row that are written by one kernel for all rows
 
-Mover: TypeAlias = tuple[int, list[mx.array]]  # a row's new index, and its content in each plane
+Mover: TypeAlias = tuple[int, list[mx.array]]  # a row's new index, and the row in each plane
 
 _Base: Any = _BaseCache  # untyped in mlx-lm
 
 
 class RowLengths:
-    """The number of tokens in each row. Layers share one object, made by `share_lengths`, so masks
-    and positions are made once per pass and not once per layer.
+    """The number of tokens in each row. All layers share one object, made by `share_lengths`, so
+    masks and positions are made once per pass and not once per layer.
     """
 
     def __init__(self, counts: tuple[int, ...]) -> None:
@@ -38,12 +39,15 @@ class RowLengths:
         self.are_equal = len(set(self.counts)) <= 1
         self._arrays: dict[Hashable, mx.array] = {}
         self._indices: dict[tuple[int, int], tuple[mx.array, mx.array, mx.array]] = {}
-        # Weak references, since each object would otherwise keep all its successors alive.
+        # Lengths made from these, by operation. The references are weak: otherwise each object
+        # would keep all its successors alive.
         self._next: WeakValueDictionary[Hashable, RowLengths] = WeakValueDictionary()
 
     @property
     def offset(self) -> int | mx.array:
-        """Return the position of each row's next token, (rows,); one number if all are equal."""
+        """Return the position of each row's next token, (rows,); a single number if all rows have
+        the same length.
+        """
         if self.are_equal:
             return self.longest
         return share_positions(self._array("offset", lambda: mx.array(self.counts)))
@@ -66,8 +70,8 @@ class RowLengths:
         """Return the row, head and place at which to write the vectors of the next tokens: three
         index arrays, (rows, heads, tokens) each.
 
-        They have the same shape and dtype, so no layer has to cast or broadcast them. A single flat
-        index would exceed 32 bits for the largest buffers.
+        The arrays have the same shape and dtype, so no layer has to cast or broadcast them. A
+        single flat index would exceed 32 bits for the largest buffers.
         """
         if (heads, tokens) not in self._indices:
             row, head, _ = np.indices((len(self.counts), heads, tokens), np.int32)
@@ -77,7 +81,7 @@ class RowLengths:
 
     def _places(self, tokens: int) -> npt.NDArray[np.int32]:
         """Return the places of each row's next tokens, (rows, tokens). They are computed on the
-        host: on the device, each of these tiny operations would need a kernel.
+        host: on the device, every tiny operation would need a kernel.
         """
         counts = np.array(self.counts, np.int32)
         return np.add.outer(counts, np.arange(tokens, dtype=np.int32))
@@ -85,8 +89,8 @@ class RowLengths:
     def mask(self, tokens: int, window: int | None, *, is_array: bool) -> mx.array | str | None:
         """Return the attention mask of the next tokens, in the forms that mlx-lm's models accept.
 
-        It is (rows, 1, tokens, longest + tokens) bool. If the rows have equal lengths, there is no
-        window and `is_array` is false, it is "causal" or, for a single token, None.
+        The mask is (rows, 1, tokens, longest + tokens) bool. If the rows have equal lengths, there
+        is no window and `is_array` is false, return "causal" instead, or None for a single token.
         """
         if self.are_equal and window is None and not is_array:
             return "causal" if tokens > 1 else None
@@ -126,10 +130,11 @@ def share_lengths(counts: tuple[int, ...]) -> RowLengths:
 class RaggedKVCache(_Base):  # type: ignore[misc]
     """The keys and values of one layer, with the interface of mlx-lm's batched caches.
 
-    They are in `planes`, (slots, heads, places, size) each: here the keys, then the values; a
-    subclass may use other planes. Row i is in slot i, and free slots follow the rows.
+    `planes` are two arrays, the keys and the values, (slots, heads, places, size) each; a subclass
+    may have other planes. Row i is in slot i, and free slots follow the rows.
 
-    Beyond that interface it has `rewind`, and its `filter` doesn't copy rows that keep their index.
+    This class adds `rewind` to the interface, and its `filter` doesn't copy rows that keep their
+    index.
     """
 
     def __init__(self, counts: Sequence[int] = (0,)) -> None:
@@ -154,7 +159,7 @@ class RaggedKVCache(_Base):  # type: ignore[misc]
         return RaggedKVCache(counts)
 
     def pack(self, keys: mx.array, values: mx.array) -> list[mx.array]:
-        """Return new tokens' keys and values in the form of planes."""
+        """Return the keys and values of new tokens as planes."""
         return [keys, values]
 
     def unpack(self, planes: Sequence[mx.array]) -> tuple[Any, Any]:
@@ -227,7 +232,7 @@ class RaggedKVCache(_Base):  # type: ignore[misc]
         lengths: Sequence[int] | None = None,
         right_padding: Sequence[int] | None = None,
     ) -> None:
-        """Set how many of each row's next tokens, at their end, are padding."""
+        """Set how many tokens at the end of each row's next tokens are padding."""
         assert not left_padding
         self._padding = tuple(right_padding or ())
 
@@ -242,8 +247,8 @@ class RaggedKVCache(_Base):  # type: ignore[misc]
         self.lengths = self.lengths.minus(counts)
 
     def trim(self, n: int) -> int:
-        """Remove the last n tokens of every row, or as many as the shortest row has; return the
-        number.
+        """Remove the last n tokens of every row, or as many as the shortest row has. Return how
+        many were removed.
         """
         n = min(n, *self.lengths.counts)
         self.rewind((n,) * len(self.lengths.counts))
@@ -319,8 +324,8 @@ class RaggedKVCache(_Base):  # type: ignore[misc]
         return merged
 
     def __copy__(self) -> "RaggedKVCache":
-        """Return a copy that can be written to independently. Writes to an mx.array change it for
-        everyone who holds it, so the planes are replaced by new arrays, made by `reshape`.
+        """Return a copy that can be written to independently. A write to an mx.array is seen by all
+        code that refers to the array, so the copy's planes are new arrays, made by `reshape`.
         """
         twin = self.with_rows(self.lengths.counts)
         twin.lengths = self.lengths
@@ -334,7 +339,9 @@ class RaggedKVCache(_Base):  # type: ignore[misc]
         return [plane[at] for plane in self.planes]
 
     def _reserve(self, like: Sequence[mx.array], rows: int, places: int) -> list[mx.array]:
-        """Return the planes, grown to `rows` rows of `places` tokens; new ones resemble `like`."""
+        """Return the planes, grown to `rows` rows of `places` tokens. Planes that don't exist yet
+        are made with the heads, size and dtype of `like`.
+        """
         buffers: Sequence[mx.array | None] = self.planes or [None] * len(like)
         return [
             _reserve(buffer, plane, rows, places)
@@ -348,8 +355,8 @@ class RaggedKVCache(_Base):  # type: ignore[misc]
 
 
 def filter_layers(layers: Sequence[Any], rows: Sequence[int]) -> None:
-    """Keep only these rows of a model's caches, in this order. If it is the order of `compact`, a
-    `RaggedKVCache` copies only the rows that take the index of a removed one.
+    """Keep only these rows of a model's caches, in this order. If the order is that of `compact`,
+    a `RaggedKVCache` copies only the rows that take the index of a removed row.
     """
     ragged = [layer for layer in layers if isinstance(layer, RaggedKVCache)]
     movers = [layer.take_movers(rows) for layer in ragged]
@@ -365,8 +372,8 @@ def filter_layers(layers: Sequence[Any], rows: Sequence[int]) -> None:
 
 
 def compact(rows: Sequence[int]) -> list[int]:
-    """Return these rows, given in ascending order, in the order in which `filter_layers` copies the
-    fewest: rows whose index is still valid keep it, and the last rows fill the gaps.
+    """Reorder these rows, given in ascending order, so that `filter_layers` copies as few as
+    possible: rows whose index is still valid keep it, and the last rows fill the gaps.
     """
     staying = set(rows)
     movers = iter([row for row in rows if row >= len(rows)])
@@ -374,13 +381,15 @@ def compact(rows: Sequence[int]) -> list[int]:
 
 
 def copy_rows(array: mx.array) -> mx.array:
-    """Copy an array to a buffer of its own size: a view would keep the larger buffer alive."""
+    """Copy an array to a buffer that is no larger than the array. A view would keep the buffer of
+    the whole batch alive.
+    """
     # mx.contiguous isn't enough: it returns the view itself if the buffer is at most 16 KB larger.
     return mx.concatenate([array[:0], array])
 
 
 def _reserve(buffer: mx.array | None, like: mx.array, rows: int, places: int) -> mx.array:
-    """Return the buffer, grown to `rows` rows of `places` tokens; without a buffer, a zero one."""
+    """Return the buffer, grown to `rows` rows of `places` tokens; without a buffer, make one."""
     _, heads, _, size = like.shape
     if buffer is None:
         return mx.zeros((rows, heads, _round_up(places), size), like.dtype)
@@ -410,8 +419,8 @@ def _write(buffer: mx.array, tokens: mx.array, lengths: RowLengths) -> mx.array:
 
 
 def _place(buffer: mx.array, rows: mx.array, first: int) -> mx.array:
-    """Write whole rows to the slots from `first` on, and zeros to the rest of these slots. A masked
-    place has a weight of zero, so a leftover infinity would make NaN.
+    """Write whole rows to the slots from `first` on, and zeros to the rest of these slots. Masked
+    places are multiplied by zero, so an infinity left from another row would become NaN.
     """
     rest = buffer.shape[2] - rows.shape[2]
     if rest > 0:

@@ -1,9 +1,9 @@
 """A model's caches, one per layer, and operations on rows that involve all layers.
 
-The main one is rollback: rejected draft tokens are removed from each row. Plain KV drops the row's
-last tokens. A sliding window can do so right after a pass of several tokens, while it still has the
-tokens that the pass pushed out. Recurrent states cannot drop tokens: the row is restored to its
-state before the pass, and reads the accepted tokens again with its next ones.
+The main operation is rollback: rejected draft tokens are removed from each row. Plain KV drops the
+row's last tokens. A sliding window can drop them right after a pass of several tokens, while it
+still has the tokens that the pass pushed out. Recurrent states cannot drop tokens: the row is
+restored to its state before the pass, and its next pass reads the accepted tokens again.
 """
 
 import copy
@@ -22,7 +22,9 @@ _Base: Any = ArraysCache  # untyped in mlx-lm
 
 
 class StatesCache(_Base):  # type: ignore[misc]
-    """Recurrent states of rows, with those from before the last pass while a rollback may come."""
+    """Recurrent states of rows. `earlier` are the states before the last pass, while a rollback may
+    still need them.
+    """
 
     def __init__(self, size: int, left_padding: list[int] | None = None) -> None:
         super().__init__(size, left_padding)
@@ -39,7 +41,7 @@ class StatesCache(_Base):  # type: ignore[misc]
         self.earlier = list(self.cache)
 
     def go_back(self, rows: Sequence[bool]) -> None:
-        """Restore the states of the marked rows from before the pass; then release the old ones."""
+        """Restore the states before the pass in rows where `rows` is True. Release `earlier`."""
         assert self.earlier is not None
         if any(rows):
             pairs = zip(self.earlier, self.cache, strict=True)
@@ -87,7 +89,7 @@ def can_batch(model: Any) -> bool:
 
 
 def make_batch_caches(model: Any) -> list[Any]:
-    """Return one sequence's empty caches, of kinds that can be merged into a batch."""
+    """Return empty caches for one sequence, which can be merged into a batch."""
     return [for_batch(layer) for layer in make_prompt_cache(model)]
 
 
@@ -97,7 +99,9 @@ def batch_of_one(layers: Sequence[Any]) -> list[Any]:
 
 
 def is_plain(layer: Any) -> bool:
-    """Return True if a cache has the keys and values of all tokens: mlx-lm's KVCache, or ours."""
+    """Return True if a cache keeps the keys and values of all tokens, as mlx-lm's KVCache and our
+    RaggedKVCache do.
+    """
     return isinstance(for_batch(layer), RaggedKVCache)
 
 
@@ -126,13 +130,13 @@ def row_lengths(layers: Sequence[Any]) -> tuple[int, ...]:
 
 @contextmanager
 def padded(layers: Sequence[Any], width: int, padding: Sequence[int]) -> Iterator[None]:
-    """Prepare the caches for a pass of `width` tokens per row, to be built inside the context.
-    `padding` has the number of padding tokens at each row's end, which are removed afterwards.
+    """Prepare the caches for a pass of `width` tokens per row. Call the model inside the context.
+    `padding` has the number of padding tokens at each row's end; they are removed afterwards.
     """
     if width > 1:
         windows: list[Any] = [layer for layer in layers if isinstance(layer, BatchRotatingKVCache)]
         for window in windows:
-            window._temporal_order()  # mlx-lm's mask for several tokens relies on it
+            window._temporal_order()  # mlx-lm's mask for several tokens needs tokens in order
     if not any(padding):
         with sharing_rotations():
             yield
@@ -153,12 +157,13 @@ def hold_states(layers: Sequence[Any]) -> None:
 
 
 def hold_layers(layers: Sequence[Any]) -> dict[int, Any]:
-    """Return copies, by index, of the caches that cannot drop tokens read one per pass."""
+    """Return copies, by index, of the caches that cannot drop tokens which several passes read."""
     held = {}
     for place, layer in enumerate(layers):
         if not isinstance(layer, RaggedKVCache):
             held[place] = copy.copy(layer)
-            # MLX may write in place to an array that both copies share, so they get views.
+            # MLX may write in place to an array that the cache and its copy share, so the copy
+            # gets views.
             held[place].state = tree_map(_view, layer.state)
     return held
 
@@ -168,8 +173,8 @@ def _view(leaf: Any) -> Any:
 
 
 def go_back(layers: Sequence[Any], dropped: Sequence[int], read: Sequence[int]) -> None:
-    """Remove the last `dropped[i]` tokens of each row i, after a pass that read `read[i]` of them.
-    If a layer has states, a row that drops any tokens drops all tokens of the pass.
+    """Remove the last `dropped[i]` tokens of each row i, after a pass that read `read[i]` tokens of
+    it. If a layer has states, a row that drops any tokens drops all tokens of the pass.
     """
     states = [layer for layer in layers if isinstance(layer, StatesCache)]
     goes_back = [count > 0 for count in dropped]

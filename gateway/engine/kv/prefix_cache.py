@@ -2,9 +2,9 @@
 read only once.
 
 A block is identified by the block before it and its tokens, so prompts share the blocks of their
-common prefix. A root takes the place of the block before the first. There is a separate root for
-each model in a pool, for each adapter, because adapters change the KV, and for each cache salt, so
-that callers learn nothing about those with another salt.
+common prefix. For a prompt's first block, a root takes the place of the block before. There is a
+separate root for each model in a pool, for each adapter, because adapters change the KV, and for
+each cache salt, so that callers learn nothing about the prompts of callers with another salt.
 
 Only plain KV can be split into blocks. The caches of other layers, which are sliding windows or
 recurrent states (below, both are called states), are stored whole, as they were after some of the
@@ -27,16 +27,16 @@ from gateway.engine.kv.layers import for_batch
 from gateway.engine.kv.prefix_pieces import Key, decode, encode, follow
 from gateway.jobs.steps import PrefixPiece
 
-# Tokens per block, and so the shortest prefix that is cached. Reading fewer tokens takes hardly
-# longer than the one pass that every prompt needs. After a hit, fewer than this many tokens of the
-# shared prefix are read again.
+# Tokens per block, and so the shortest prefix that is cached. Shorter prefixes needn't be cached:
+# reading them takes hardly longer than the one pass that every prompt needs. After a hit, fewer
+# than this many tokens of the shared prefix are read again.
 BLOCK = 64
-# States of running answers ("growing" ones) are cached only if the pool has room for MIN_SETS sets
-# of them, and take at most GROWING_SHARE of it: otherwise they would evict the KV that prompts
-# share.
+# States of running answers ("growing" states) are cached only if the pool has room for MIN_SETS
+# sets of states, and take at most GROWING_SHARE of the pool: otherwise they would evict the KV that
+# prompts share.
 MIN_SETS = 8
 GROWING_SHARE = 0.5
-_TOKEN_BYTES = 8  # bytes counted per token of a key, so that entries without KV have a size too
+_TOKEN_BYTES = 8  # bytes added per token of an entry's key, so that entries without KV count too
 
 Root: TypeAlias = tuple[int, str]  # an adapter's number, 0 for none; and the cache salt
 ROOT: Root = (0, "")
@@ -44,7 +44,7 @@ ROOT: Root = (0, "")
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """Either one block's planes of the plain layers, or the states after a block."""
+    """A cached block, as the planes of its plain layers, or the cached states after a block."""
 
     owner: "PrefixCache"
     number: int
@@ -55,10 +55,10 @@ class _Entry:
 
 class PrefixPool:
     """The memory that the prefix caches of one or more models share. The least recently used entry
-    of all of them is evicted first.
+    of all these caches is evicted first.
 
-    States of running answers are evicted before anything else, the oldest first: most are never
-    used, and they would otherwise evict states of prompts that many requests share.
+    States of running answers are evicted before any other entry, the oldest first: most of them
+    are never used, and they would otherwise evict states of prompts that many requests share.
     """
 
     def __init__(self, limit: int, buffers: KeptBuffers | None = None) -> None:
@@ -71,10 +71,10 @@ class PrefixPool:
         # prompt, so the first entry has no successors and can be evicted.
         self.entries: OrderedDict[Key, _Entry] = OrderedDict()
         self.growing: dict[Key, None] = {}  # states of running answers, the oldest first
-        self._buffers = buffers or KeptBuffers()  # count of the arrays that all pools hold
+        self._buffers = buffers or KeptBuffers()  # counts the arrays of all pools on the device
 
     def shrink(self) -> None:
-        """Evict entries until the rest is within the limit."""
+        """Evict entries until the pool is within its limit."""
         while self.nbytes > self.limit:
             self.drop(next(chain(self.growing, self.entries)))
 
@@ -122,12 +122,12 @@ class PrefixCache:
         self._is_plain = [isinstance(layer, RaggedKVCache) for layer in self._empty]
         self._roots: dict[Root, int] = {}  # numbers of roots
         self._entries, self._growing = pool.entries, pool.growing
-        # Each routing key's block: the one in which the key's part of the prompt ends.
+        # The last block of the prompt's prefix that a routing key stands for, by root and key.
         self._routed: dict[tuple[Root, bytes], Key] = {}
 
     @property
     def pool_bytes(self) -> int:
-        """Count the bytes of all models that share the pool."""
+        """Count the bytes in the pool, of all models that share it."""
         return self.pool.nbytes
 
     @property
@@ -143,20 +143,22 @@ class PrefixCache:
         return self.pool.limit >= MIN_SETS * self._states
 
     def count_known(self, tokens: Sequence[int], root: Root = ROOT) -> int:
-        """Count the first tokens that need not be read, because a prompt can continue from them."""
+        """Count the tokens at the prompt's beginning that need not be read, because they are cached
+        and the prompt can continue after them.
+        """
         return BLOCK * len(self._usable(tokens, root))
 
     def count_kept(self, tokens: Sequence[int], root: Root = ROOT) -> int:
-        """Count the first tokens whose blocks are cached. There are more than `count_known` returns
-        if no states are cached after the last of these blocks.
+        """Count the tokens at the prompt's beginning whose blocks are cached. These are more than
+        `count_known` returns if no states are cached after the last of these blocks.
         """
         return BLOCK * len(self._path(tokens, root))
 
     def take(self, tokens: Sequence[int], root: Root = ROOT) -> tuple[int, list[Any] | None]:
-        """Return the number of first tokens that need not be read, and a prompt cache with their
-        KV; 0 and None if there are none.
+        """Return how many tokens at the prompt's beginning need not be read, and a prompt cache
+        with their KV; 0 and None if no such tokens are cached.
 
-        The prompt cache must be merged into a batch, which copies it, and not be written to.
+        Don't write to this prompt cache: merge it into a batch, which copies it.
         """
         path = self._usable(tokens, root)
         if not path:
@@ -188,7 +190,7 @@ class PrefixCache:
         *,
         is_growing: bool = False,
     ) -> int:
-        """Store the full blocks of `tokens`, which row `row` of a batch with these caches has read.
+        """Store the full blocks of `tokens`. Row `row` of the batch `layers` has read the tokens.
 
         Return the number of tokens in new blocks. If the cache `needs_block_ends` and the tokens
         don't end with a full block, nothing is stored. `routed` has the routing keys of prefixes of
@@ -228,10 +230,11 @@ class PrefixCache:
         is_growing: bool = True,
     ) -> bool:
         """Store the last block of `tokens`, which row `row` of a batch has just read, and the
-        states after it, unless a block before it is missing. Return True if these states are new.
+        states after this block, unless an earlier block is missing. Return True if these states
+        were not cached before.
 
-        If so, drop the states after the first n tokens for each n in `dropped`: an answer of any
-        length has only a few sets of states.
+        In this case, for each n in `dropped`, drop the states after the first n tokens: even a long
+        answer has only a few sets of states.
         """
         path = self._path(tokens, root)
         if len(path) < len(tokens) // BLOCK - 1:
@@ -265,8 +268,8 @@ class PrefixCache:
                 self.pool.drop(key)
 
     def pieces(self, adapter: int = 0) -> list[PrefixPiece]:
-        """List an adapter's KV as pieces for files, the most recently used first. A piece comes
-        after the piece that it continues.
+        """List an adapter's KV as pieces for files, the most recently used first. Each piece is
+        listed after the piece that it continues.
 
         A piece is a run of blocks without a fork. Two prompts with the blocks A B C and A B D have
         the pieces A B, C and D. A run also ends every PIECE_BYTES, counted from the prompt's first
@@ -303,7 +306,7 @@ class PrefixCache:
         return encode((tokens, [self._entries[key].layers for key in own], states))
 
     def put_piece(self, adapter: int, salt: str, content: bytes) -> bool:
-        """Store a piece as the least recently used; return False if there is no room for it. A
+        """Store a piece as the least recently used entries. Return False if there is no room. A
         piece whose earlier blocks are missing is ignored. Raises any exception for invalid content.
         """
         tokens, blocks, states = decode(content)
@@ -329,7 +332,7 @@ class PrefixCache:
 
     def _put_back(self, key: Key, layers: Sequence[Any], path: list[Key]) -> None:
         if not self._put(key, layers, path, is_growing=False):
-            raise ValueError("it is not finite")
+            raise ValueError("its numbers are not finite")
         self._entries.move_to_end(key, last=False)
 
     def stop(self) -> None:
@@ -359,7 +362,9 @@ class PrefixCache:
         return path
 
     def _has_states(self, path: Sequence[Key], tokens: Sequence[int]) -> bool:
-        """Return True if a path covers all the tokens, and states are cached after it."""
+        """Return True if the blocks of a path have all the tokens, and states are cached after the
+        last of these blocks.
+        """
         return BLOCK * len(path) == len(tokens) and self._state_key(path) in self._entries
 
     def _usable(self, tokens: Sequence[int], root: Root) -> list[Key]:
@@ -378,7 +383,9 @@ class PrefixCache:
             self._routed = {name: key for name, key in self._routed.items() if key in self._entries}
 
     def _after(self, path: Sequence[Key], root: Root = ROOT) -> int:
-        """Return the number with which the keys of blocks after a path begin."""
+        """Return the first number of the keys of all blocks that follow a path: the number of the
+        path's last block or, if the path is empty, of the root.
+        """
         if path:
             return self._entries[path[-1]].number
         if root not in self._roots:
@@ -386,7 +393,7 @@ class PrefixCache:
         return self._roots[root]
 
     def _state_key(self, path: Sequence[Key]) -> Key:
-        """Return the key of the states after a path."""
+        """Return the key of the states after a path's last block."""
         return (self._after(path),)
 
     def _use(self, path: Sequence[Key]) -> None:
@@ -397,7 +404,7 @@ class PrefixCache:
     def _keep_states(
         self, path: Sequence[Key], layers: Sequence[Any], row: int, *, is_growing: bool
     ) -> None:
-        """Store a row's states, with the position after a path as their key."""
+        """Store a row's states after a path's last block."""
         key = self._state_key(path)
         if key not in self._entries:
             states = [_extract(layer, row) for layer in layers]
@@ -407,7 +414,9 @@ class PrefixCache:
             self._use([key])
 
     def _put(self, key: Key, layers: Sequence[Any], path: list[Key], *, is_growing: bool) -> bool:
-        """Store layers after a path if they are finite and fit; return whether they were stored."""
+        """Store layers under a key and add the key to the path. Return False, and store nothing, if
+        there is no room or the layers are not finite.
+        """
         arrays = [array for layer in layers for array in _arrays(layer)]
         nbytes = sum(array.nbytes for array in arrays) + _TOKEN_BYTES * len(key)
         while not self.pool.has_room(nbytes, len(arrays)):
@@ -417,8 +426,8 @@ class PrefixCache:
             self.pool.drop(evicted)
         # A NaN in one layer makes all later layers NaN, so only the last one is checked.
         are_finite = [mx.isfinite(array).all() for array in _arrays(layers[-1])] if layers else []
-        # Arrays are evaluated before they are stored, so that an error hits the sequence that was
-        # read. A single wait is enough for all of them.
+        # Arrays are evaluated before they are stored, so that an error is raised for the sequence
+        # that was read and not for a later one. A single wait is enough for all arrays.
         evaluate(arrays, are_finite)
         if not all(is_finite.item() for is_finite in are_finite):
             return False

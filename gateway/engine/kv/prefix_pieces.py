@@ -1,8 +1,8 @@
 """Pieces of the prefix cache for files: where they end, and how they are encoded. Must run on the
 lane.
 
-An encoded piece is a JSON header, then the bytes of all arrays. The header has the prompt's tokens
-and the nested lists of layers, in which each array is replaced by its dtype and shape.
+An encoded piece is a JSON header, then the bytes of all arrays. The header has the prompt's tokens,
+and nested lists of layers with each array's dtype and shape in place of the array.
 """
 
 import io
@@ -18,21 +18,22 @@ from mlx.utils import tree_map
 from gateway.engine.device import evaluate
 
 PIECE_BYTES: Final = 64 << 20  # approximate limit of a piece; copying this much takes some 20 ms
-NEAR: Final = 4  # blocks: longer than the end of a prompt that the next prompt may lack
-_LENGTH: Final = 8  # bytes of the integer that is the header's length
+# A conversation's next prompt may lack the end of the last prompt, but fewer blocks than these.
+NEAR: Final = 4
+_LENGTH: Final = 8  # bytes of the integer, at the file's beginning, that is the header's length
 _DTYPES: Final = {str(kind): kind for kind in vars(mx).values() if isinstance(kind, mx.Dtype)}
 
 Key: TypeAlias = tuple[int, ...]  # number of the preceding block, then the block's tokens
-# A prompt's tokens; the planes of the plain layers for each block of the piece; the states after
-# its last block, None if they are not cached.
+# The prompt's tokens up to the piece's end; the planes of the plain layers for each block of the
+# piece; and the states after the piece's last block, None if they are not cached.
 Piece: TypeAlias = tuple[Sequence[int], Sequence[Any], Sequence[Any] | None]
 
 
 def follow(
     key: Key, place: int, kept: Mapping[Key, Any], following: Mapping[int, Sequence[Key]]
 ) -> list[Key]:
-    """Return the keys of a piece's blocks, given its first one. `place` counts the blocks before it
-    in its prompt.
+    """Return the keys of a piece's blocks, given the first block's key. `place` counts the blocks
+    that come before the piece in its prompt.
 
     `kept` has all cached blocks; `following` has, for each block's number, the keys of its
     successors.
@@ -60,7 +61,7 @@ def _is_near_end(
 
 
 def encode(piece: Piece) -> bytes:
-    """Encode a piece for `decode`. Its arrays are evaluated."""
+    """Encode a piece as bytes, which `decode` reads. Evaluates the piece's arrays."""
     tokens, *layers = piece
     arrays: list[mx.array] = []
 

@@ -19,11 +19,11 @@ from gateway.engine.models.checkpoint import KV_GROUP_SIZES, Listing, kv_group_s
 from gateway.errors import Fault
 
 # Passes of up to this many tokens per row, which are decode steps with or without a draft, attend
-# to packed keys: mlx-lm's attention then reads only the quantized KV, but writes out all scores.
-# Longer passes dequantize one layer's KV at a time for the device's own attention, which writes no
-# scores: with 32 heads, those of 2,048 tokens after 32,768 would take 4 GB in 16 bits. On Metal,
-# where this number is not measured, mx.quantized_matmul reads a quarter to a half of the bytes; a
-# CPU has `attend_packed`.
+# to packed keys: mlx-lm's attention then reads only the quantized KV, but writes out all attention
+# scores. Longer passes dequantize one layer's KV at a time for the device's own attention, which
+# writes no scores: with 32 heads, the scores of 2,048 tokens after 32,768 would take 4 GB in 16
+# bits. On Metal, where this limit has not been tuned, mx.quantized_matmul reads a quarter to a half
+# of the bytes; a CPU has `attend_packed`.
 MOST_PACKED: Final = 8
 _TRIED: Final = (1, 2, MOST_PACKED + 1)  # tokens per row of the trial passes
 
@@ -39,8 +39,8 @@ class Packing:
 
 
 class PackedKVCache(RaggedKVCache):
-    """The quantized KV of one layer. Its planes are codes, scales and biases; in each, the heads of
-    the keys come first, then those of the values.
+    """The quantized KV of one layer. Its planes are codes, scales and biases. Each plane has the
+    heads of the keys first, then the heads of the values.
     """
 
     def __init__(self, packing: Packing, counts: Sequence[int] = (0,)) -> None:
@@ -99,9 +99,10 @@ class PackedKVCache(RaggedKVCache):
 def quantize_kv(checkpoint: Listing, model: Any, bits: int, *, is_shared: bool = False) -> None:
     """Make a model quantize the KV of its plain layers to `bits` bits. Must run on the lane.
 
-    From now on, mlx-lm creates such caches for the model. They are tried with a few passes, which
-    are not evaluated for a model that `is_shared`, since other ranks would have to run them too.
-    Raises ModelLoadFailed if the model has no plain layers, or its heads cannot be quantized.
+    From now on, mlx-lm creates quantized caches for the model. They are tried with a few passes,
+    which are not evaluated if the model `is_shared` by several ranks, since all ranks would have to
+    run them. Raises ModelLoadFailed if the model has no plain layers, or its heads cannot be
+    quantized.
     """
     make_plain = _own_caches(model)
     layers = _read(model, make_plain(), (1,))
@@ -109,7 +110,7 @@ def quantize_kv(checkpoint: Listing, model: Any, bits: int, *, is_shared: bool =
     if not any(packings):
         kinds = sorted({type(layer).__name__ for layer in layers})
         raise checkpoint.failed(
-            f"no layer of it keeps plain KV, which `kv_bits` is for: they have {', '.join(kinds)}"
+            f"`kv_bits` needs layers with plain KV, and this model's have only {', '.join(kinds)}"
         )
     # The model's attention may not accept packed keys, or the device may lack a kernel for them.
     for tokens in (MOST_PACKED, 0):
@@ -127,16 +128,16 @@ def quantize_kv(checkpoint: Listing, model: Any, bits: int, *, is_shared: bool =
 
 
 def _choose_packing(checkpoint: Listing, layer: Any, bits: int) -> Packing | None:
-    """Return the parameters for a layer's cache, which has read a token; None for one that stays
-    unquantized.
+    """Return the parameters for quantizing a layer's cache, which has read a token; None if it
+    stays unquantized.
     """
     if type(layer) is not KVCache or layer.keys is None:
         return None
     size, other = (plane.shape[-1] for plane in layer.keys_and_values())  # type: ignore[no-untyped-call]
     if size != other:
         raise checkpoint.failed(
-            f"its keys have {size} numbers a head and its values {other}, as latent attention has "
-            "them; `kv_bits` needs as many of both"
+            f"its keys have {size} numbers a head and its values {other}, as in latent attention; "
+            "`kv_bits` needs keys and values of equal size"
         )
     group = kv_group_size(size)
     if group is None:
@@ -147,9 +148,9 @@ def _choose_packing(checkpoint: Listing, layer: Any, bits: int) -> Packing | Non
 
 
 def _own_caches(model: Any) -> Callable[[], list[Any]]:
-    """Return a function that creates the caches that mlx-lm creates for a model. It has only a weak
-    reference to the model: the model will refer to it, and memory in a reference cycle is freed
-    only by the garbage collector.
+    """Return a function that creates the caches which mlx-lm would create for a model. The function
+    has only a weak reference to the model: the model will refer to the function, and memory in a
+    reference cycle is freed only by the garbage collector.
     """
     kind: Any = type(model)
     plain: Any = KVCache  # untyped in mlx-lm

@@ -1,8 +1,8 @@
-"""A model's chat template: a Jinja program from its checkpoint, whose cost is unknown.
+"""A model's chat template: a Jinja program from its checkpoint, which may take any time and memory.
 
-transformers runs it in jinja2's sandbox, which limits what it can access. Our own sandbox, a
-process that is killed if it exceeds a limit of time or memory, bounds its cost. That process calls
-transformers' own function, so the rendered text is identical.
+transformers runs the template in jinja2's sandbox, which limits its access to Python objects. We
+run transformers' function in a process that is killed if it exceeds a limit of time or memory
+(`Sandbox`), so the cost is bounded and the rendered text is the same.
 """
 
 import hashlib
@@ -17,14 +17,14 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from gateway.engine.sandbox_worker import Sandbox
 from gateway.errors import BadRequest, ModelLoadFailed, Overloaded, Unavailable
 
-MOST_CHARS: Final = 1_000_000  # the longest text is twice the input's characters plus this
-MOST_BYTES: Final = 1 << 29  # the most memory is eight bytes per input character plus this
-BUSY_S: Final = 2.0  # seconds after which a caller should retry
+MOST_CHARS: Final = 1_000_000  # a text may have this many characters plus twice the input's
+MOST_BYTES: Final = 1 << 29  # the memory allowed: this plus eight bytes per input character
+BUSY_S: Final = 2.0  # seconds after which a caller should retry if the sandbox is busy
 HELLO: Final = ({"role": "user", "content": "Hello!"},)
 
 
 class TemplateRefusal(BadRequest):
-    """The template refused a conversation by raising an error, whose text this exception has."""
+    """The template refused a conversation by raising an error, whose text is in the message."""
 
 
 class ChatTemplate:
@@ -43,7 +43,7 @@ class ChatTemplate:
         self.text = named if isinstance(named, str) else "\n".join(named.values())
 
     def has(self, word: str) -> bool:
-        """Return True if the template contains a word; always for mlx-lm's functions."""
+        """Return True if the template contains a word, or is one of mlx-lm's functions."""
         return self.is_program or word in self.text
 
     def render(
@@ -55,8 +55,8 @@ class ChatTemplate:
         """Render messages as transformers' `apply_chat_template` does, with these tools and other
         arguments.
 
-        If the template refuses or drops system turns after the first turn, they are made parts of
-        user turns at the same places.
+        If the template refuses or drops a system turn that isn't the first turn, all such turns
+        become parts of user turns at the same places.
 
         Raises TemplateRefusal if the template refuses the conversation, BadRequest if rendering
         takes too much time or memory, Overloaded if the sandbox is busy with other templates, and
@@ -147,8 +147,8 @@ class ChatTemplate:
 
 
 def fold_late_systems(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return a conversation in which system turns, unless they are first, become parts of user
-    turns.
+    """Return a copy of a conversation in which each system turn except a first one is a part of a
+    user turn.
     """
     first, *rest = [dict(message) for message in messages]
     for turn in rest:

@@ -38,8 +38,8 @@ from gateway.jobs.chat import GenerateJob
 from gateway.jobs.images import ImageSpan
 from gateway.registry import ChatSpec
 
-# Parameters of transformers' functions, which requests may not set in `template_args`. For example,
-# a request's `chat_template` would be run as a program.
+# Names that requests may not set in `template_args`, because they are parameters of transformers'
+# functions. For example, a request's `chat_template` would be run as a program.
 RESERVED = frozenset(
     name
     for function in (PreTrainedTokenizerBase.apply_chat_template, render_jinja_template)
@@ -48,16 +48,17 @@ RESERVED = frozenset(
 
 
 T = TypeVar("T")
-TRIALS_S: Final = 30.0  # seconds for all trials: renderings of made-up turns, a few ms each
+TRIALS_S: Final = 30.0  # seconds in which a model's trials, renderings of made-up turns, may begin
 MOST_ADDED: Final = 1 << 17  # the most added tokens: transformers needs 0.1 ms for each
 MOST_TOKENS: Final = 1 << 20  # the largest vocabulary; the largest known, XLM-V's, has 901,629
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """The ids of a prompt, and whether the model is already thinking at its end, or may begin to.
+    """The ids of a prompt, and whether the model, at the prompt's end, is already thinking or may
+    begin to think.
 
-    `opening` is the header of the message that a Harmony template begins, empty for others.
+    `opening` is the header of the message that a Harmony template opens; other templates have none.
     """
 
     ids: list[int]
@@ -84,7 +85,8 @@ class ChatTokenizer:
         self.template = template
         self._template_args = dict(template_args)
         self.backend: Tokenizer = wrapper.backend_tokenizer
-        # These are set only once: changing them per call raises "Already borrowed" with threads.
+        # Truncation and padding are set only once: changing them per call while other threads use
+        # the tokenizer raises "Already borrowed".
         self.backend.no_truncation()
         self.backend.no_padding()
         self.vocabulary = Vocabulary(self.backend)
@@ -96,7 +98,7 @@ class ChatTokenizer:
         )
         self._tried_until = time.monotonic() + TRIALS_S
         self._form = Form()
-        # The error if trials could not find out in what form the template reads turns.
+        # The error if trials could not find out how the template expects earlier answers.
         self.untried: str | None = None
         try:
             self._form = find_form(template, self._try)
@@ -109,10 +111,10 @@ class ChatTokenizer:
         return self._wrapper._tokenizer
 
     def prompt(self, job: GenerateJob, images: ImageFormat | None = None) -> Prompt:
-        """Return a job's prompt: encoded without a template if it is bare, otherwise rendered.
+        """Return a job's prompt: a text or ids without a template, or a rendered conversation.
 
-        Raises BadRequest, with the template's error text, if the template refuses the conversation,
-        and for an image that cannot be read.
+        Raises BadRequest for an image that cannot be read, and, with the template's error text, if
+        the template refuses the conversation.
         """
         if isinstance(job.prompt, str):
             # The text is encoded as a batch of one because only tokenizers' batch calls release the
@@ -130,16 +132,18 @@ class ChatTokenizer:
     def _encode(
         self, text: str, job: GenerateJob, images: ImageFormat | None
     ) -> tuple[list[int], Sequence[ImageSpan]]:
-        """Return the ids of a template's text, and the places of its images."""
+        """Return the ids of a rendered text, and the places of its images."""
         if not job.images:
             return self.encode(text), ()
         assert images is not None
         return place_images(text, job.images, images, self.encode)
 
     def begin(self, opening: str, ids: list[int]) -> Prompt:
-        """Return a prompt that ends with `opening`, the template's opening of the answer."""
-        # Until the header opens the message of the answer itself, the model counts as thinking, and
-        # grammars don't apply.
+        """Return a prompt with these ids. `opening` is the text at its end with which the template
+        opens the answer.
+        """
+        # Unless the header opens the message that is the answer itself, the model counts as
+        # thinking, and grammars don't apply yet.
         if self.answers.is_harmony:
             header = opening.rpartition("<|start|>")[2]
             return Prompt(ids, is_thinking=not opens_answer(header), opening=header)
@@ -155,7 +159,7 @@ class ChatTokenizer:
 
     def _continue(self, job: GenerateJob, images: ImageFormat | None) -> Prompt:
         """Return a prompt that ends inside the last message, right after its text. Control tokens
-        in that text are encoded as plain text, so it neither opens nor ends thinking.
+        in that text are encoded as plain text, so the text neither opens nor ends thinking.
         """
         *earlier, last = job.messages
         # Templates close messages in various ways. So a placeholder is rendered instead of the
@@ -167,16 +171,17 @@ class ChatTokenizer:
             raise BadRequest("The model's chat template cannot continue an answer.", part="prompt")
         before = text[: text.index(word)]
         behind = max((before.rfind(each.word) + len(each.word) for each in job.images), default=0)
-        read, spans = self._encode(before[:behind], job, images)  # an image ends a text
+        # The text up to the last image is encoded separately.
+        read, spans = self._encode(before[:behind], job, images)
         before = before[behind:]
         [ids] = self.controls.encode([[*self.controls.pieces(before), (last["content"], True)]])
         return Prompt([*read, *ids], images=spans)
 
     def render_questions(self, job: GenerateJob) -> tuple[list[Piece], str]:
-        """Return what the template renders before and after the last message's text. If that ends
-        inside a thought, the thought is closed, and the answer is opened.
+        """Return the rendered text before and after the last message's text. If the rendered text
+        ends inside a thought, the thought is closed and the answer is opened.
         """
-        # A placeholder is rendered instead of that text and the question at its end, so that the
+        # A placeholder is rendered instead of the last message and the question at its end, so the
         # template runs only once for all questions.
         *earlier, last = job.messages
         word = f"question{secrets.token_hex(16)}"
@@ -196,7 +201,7 @@ class ChatTokenizer:
         return self.controls.pieces(before), after
 
     def tokenize(self, job: GenerateJob, *, special: bool, asking: bool) -> list[int]:
-        """Return the ids of a text or of a conversation. `special` adds a text's special tokens;
+        """Return the ids of a job's text or conversation. `special` adds special tokens to a text;
         `asking` adds the opening of the answer to a conversation.
         """
         if isinstance(job.prompt, str):
@@ -227,8 +232,8 @@ class ChatTokenizer:
     def render(self, job: GenerateJob) -> tuple[str, str]:
         """Return a rendered conversation, and the part at its end that opens the answer.
 
-        Only that part tells whether the model is thinking, since messages may contain the marks of
-        thinking too. It is empty if the whole text contains no marks.
+        Only the opening tells whether the model is thinking, since messages may contain the marks
+        of thinking too. It is empty if the whole text contains no marks.
         """
         text = self.apply(job, is_asking=True)
         marks = (*self._reasoning.starts, *self._reasoning.ends)
@@ -242,8 +247,8 @@ class ChatTokenizer:
             opening = ""
         if opening:
             return text, opening
-        # This template always opens an answer: the opening is the last line, if it ends with a mark
-        # that isn't the caller's.
+        # A template that always opens an answer rendered the same text twice. Its opening is the
+        # last line, if that ends with a mark that isn't the caller's.
         last = str(job.messages[-1].get("content") or "").rstrip()
         if text.rstrip().endswith(marks) and not last.endswith(marks):
             opening = text.rstrip().splitlines()[-1]
@@ -278,7 +283,7 @@ class ChatTokenizer:
         )
 
     def _turn(self, message: dict[str, Any]) -> Turn:
-        """Return a message in the form that the template reads, including its thought."""
+        """Return a message, with its thought, in the form that the template expects."""
         turn, thought = self._form.turn(message, message.pop(THOUGHT_KEY, None) or "")
         if self._splits_controls:
             # Marks of thinking stay whole in earlier answers, where templates search for them.
@@ -287,9 +292,10 @@ class ChatTokenizer:
         return self._form.put(turn, thought) if thought else turn
 
     def try_out(self, render: Callable[[], T]) -> T:
-        """Call `render` for made-up turns, and once more if the sandbox was busy or unavailable.
+        """Call `render`, which renders made-up turns; again if the sandbox was busy or unavailable.
 
-        Raises its errors, and BadRequest if the model's trials have taken too long in total.
+        Raises the errors of `render`, and BadRequest if the model's trials have taken too long in
+        total.
         """
         if time.monotonic() > self._tried_until:
             raise BadRequest(f"Trials of the chat template took over {TRIALS_S:g} seconds.")
@@ -306,14 +312,14 @@ class ChatTokenizer:
             return None
 
     def _thinking_arguments(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Return a template's arguments with those about thinking in the forms of all model
-        families.
+        """Return a template's arguments, with the choice whether to think under the names that the
+        various model families read.
 
         Most templates read `enable_thinking`; Granite's and DeepSeek's read `thinking`, Cohere's
         `reasoning` and MiniMax M3's `thinking_mode`; gpt-oss has three levels of thinking and
         cannot turn it off.
         """
-        if self.template.is_program:  # mlx-lm's functions may accept only their own arguments
+        if self.template.is_program:  # mlx-lm's functions may refuse arguments they don't know
             return arguments
         asked = arguments.get("enable_thinking")
         if self.answers.is_harmony:
@@ -342,7 +348,7 @@ def count_alike(text: str, other: str) -> int:
 class ChatFormats:
     """The settings of a chat model's template and formats."""
 
-    chat_template: str | None = None  # replaces the checkpoint's own
+    chat_template: str | None = None  # replaces the checkpoint's template
     template_args: Mapping[str, Any] = field(default_factory=dict)
     tool_parser: str | None = None  # a format's name; None to infer it
     reasoning_parser: str | None = None  # a format's name; None to infer it
@@ -387,7 +393,7 @@ def chat_tokenizer(
 ) -> ChatTokenizer:
     """Wrap mlx-lm's tokenizer for chat. Raises ModelLoadFailed."""
     chat_template = formats.chat_template
-    # mlx-lm infers a format from the checkpoint's own template, and stores it here.
+    # The tool format that mlx-lm has inferred from the checkpoint's own template.
     declared = wrapper._tokenizer.init_kwargs.get("tool_parser_type")
     if chat_template is not None:
         wrapper.chat_template, declared = chat_template, None

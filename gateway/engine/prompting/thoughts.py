@@ -1,7 +1,8 @@
-"""Thoughts in earlier turns: rendering made-up turns shows in what form a chat template reads them.
+"""The form in which a chat template expects thoughts in earlier turns, found by rendering made-up
+turns.
 
 Templates render thoughts only in some turns: in an answer after a tool's result, in a turn with a
-call, or in any last answer. gpt-oss's refuses a turn that has all of a thought, a text and a call.
+call, or in any last answer. gpt-oss's template refuses a turn with a thought, a text and a call.
 """
 
 import math
@@ -15,9 +16,9 @@ from gateway.jobs.chat import Function, GenerateJob, Sampling
 
 Turn: TypeAlias = Mapping[str, Any]
 PutThought: TypeAlias = Callable[[Turn, str], Turn]
-"""Adds a thought to a turn, in the form that a template reads."""
+"""Returns a turn with a thought added, in the form that a template expects."""
 
-THOUGHT_KEY: Final = "reasoning_content"  # the key in a job's turns, and in most templates
+THOUGHT_KEY: Final = "reasoning_content"  # the thought's key in a job's turns and most templates
 THOUGHT: Final = "The tide turns at seven."
 ARGUMENTS: Final[Mapping[str, Any]] = {"harbour": "Old Whitby", "days": 3}
 FUNCTION: Final = Function(
@@ -37,7 +38,7 @@ _FOUND: Final[Turn] = {"role": "tool", "content": "Slack water.", "tool_call_id"
 _ANSWERING: Final[Turn] = {"role": "assistant", "content": "Sail at eight."}
 CALLING: Final = (_ASKED, _CALLING)
 ANSWERING: Final = ((_ASKED, _CALLING, _FOUND, _ANSWERING), CALLING, (_ASKED, _ANSWERING))
-"""Conversations whose last turn may have a thought."""
+"""Made-up conversations in whose last turns a template may show a thought."""
 
 
 def trial_job(turns: Sequence[Turn]) -> GenerateJob:
@@ -53,7 +54,7 @@ def trial_job(turns: Sequence[Turn]) -> GenerateJob:
 
 
 def put_as(key: str) -> PutThought:
-    """Return a function that adds a thought as a field `key` of its turn."""
+    """Return a function that adds a thought to a turn under the key `key`."""
     return lambda turn, thought: {**turn, key: thought}
 
 
@@ -74,7 +75,8 @@ def _put_as_part(turn: Turn, thought: str) -> Turn:
     return {**turn, "content": [{"type": "thinking", "thinking": thought}, *parts]}
 
 
-# Pairs of a word that a template must contain to read a form, and the function of the form.
+# Pairs of a word that a template must contain to read thoughts in a form, and the function that
+# adds a thought to a turn in this form.
 _FORMS: Final[Sequence[tuple[str, PutThought]]] = (
     (THOUGHT_KEY, put_as(THOUGHT_KEY)),
     ("reasoning", put_as("reasoning")),
@@ -90,11 +92,11 @@ def may_show_thoughts(template: ChatTemplate) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """The form in which a template reads its model's earlier answers.
+    """The form in which a template expects its model's earlier answers.
 
-    A template may write a line break after a thought, or between a text and a call. The model's own
-    line break is then removed: with both, the prompt would differ from the tokens that the model
-    wrote, and the prefix cache would miss.
+    A template may write a line break after a thought, or between a text and a call. A line break
+    that the model wrote there is then removed: with both line breaks, the prompt would differ from
+    the tokens that the model wrote, and the prefix cache would miss.
     """
 
     put: PutThought = _PUT
@@ -110,7 +112,7 @@ class Form:
 
 
 def find_form(template: ChatTemplate, render: Callable[[Sequence[Turn]], str | None]) -> Form:
-    """Return the form in which a template reads turns; the default if it renders no thoughts.
+    """Return the form in which a template expects turns; the default if it renders no thoughts.
 
     `render` returns the text of a conversation, or None if the template refuses it.
     """

@@ -172,8 +172,8 @@ def test_others_run_between_the_parts_of_the_making(gaps: list[float]) -> None:
             [f"<{i}>" for i in range(MOST_ADDED + 1)],
             "it has 16,385 added tokens, and 16,384 are allowed",
         ),
-        (["x" * (MOST_CHARS + 1)], "an added token has 1,025 characters"),
-        ([f"{i:<1000}x" for i in range(1050)], "1,001 characters, or all 1,051,050"),
+        (["x" * (MOST_CHARS + 1)], "its longest added token has 1,025 characters"),
+        ([f"{i:<1000}x" for i in range(1050)], "1,001 characters, and all together have 1,051,050"),
     ],
 )
 def test_added_tokens_that_would_take_minutes_are_refused_before_they_are_read(

@@ -248,8 +248,8 @@ def test_rows_hold_no_more_than_is_counted(tmp_path: Path, kind: str) -> None:
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "small heads": ({}, "its heads have 16 numbers; `kv_bits` needs a multiple of 32"),
-    "latent": (ARCHITECTURES["deepseek_v3"], "as latent attention has them"),
-    "no KV": (MAMBA, "no layer of it keeps plain KV, which `kv_bits` is for"),
+    "latent": (ARCHITECTURES["deepseek_v3"], "as in latent attention"),
+    "no KV": (MAMBA, "`kv_bits` needs layers with plain KV"),
 }
 
 
