@@ -305,8 +305,8 @@ def load_label_scorer_in_steps(
 ) -> Generator[LabelScorer | None]:
     """Load a causal model as a reranker, in steps; the last step yields the reranker.
 
-    Each label must be one token, and logits must be the plain product of hidden states and output
-    matrix: ModelLoadFailed is raised otherwise. `report` is called with quantized weights that are
+    Raises ModelLoadFailed, also if a label is not one token, or if logits are not the plain product
+    of hidden states and output matrix. `report` is called with quantized weights that are
     dequantized.
     """
     checkpoint = Checkpoint(name, folder)
