@@ -1,6 +1,6 @@
 """Turns tokens into an answer's text, reasoning and calls, without mlx. From the bottom up:
 
-detokenizer    decodes growing token ids into text; the text and bytes of single tokens
+detokenizer    decodes a growing list of token ids into text, and single tokens into text or bytes
 stop_strings   ends a text before its first stop string
 output_parts   an answer's parts: text, reasoning, calls; the marks between them
 harmony        reads gpt-oss's channels

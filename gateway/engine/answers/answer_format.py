@@ -1,5 +1,5 @@
-"""A model's answer formats, which make the parsers of a sequence's tokens and the tracker of its
-thinking.
+"""A model's answer formats. For a sequence they make the parsers of its tokens, and the tracker of
+its thinking.
 """
 
 import math
@@ -52,7 +52,7 @@ class AnswerFormat:
         words = [*reasoning.marks, *tools.words]
         self.marks = Marks(backend.get_added_tokens_decoder(), words)
         self.eos_ids = frozenset(eos_ids)
-        if self.is_harmony:  # these two tokens end a message, not the answer
+        if self.is_harmony:  # <|end|> and <|eom|> end a message, not the answer
             self.eos_ids = (self.eos_ids | self.ids(STOPS)) - self.ids(("<|end|>", "<|eom|>"))
 
     @property
@@ -62,7 +62,7 @@ class AnswerFormat:
 
     @property
     def call_ids(self) -> frozenset[int]:
-        """Return the tokens that mark calls; empty if a grammar cannot constrain this format."""
+        """Return the ids of the marks of calls; none if a grammar cannot constrain the format."""
         if not self.tools.is_json:
             return frozenset()
         return self.ids(mark for pair in self.tools.marks for mark in pair)
@@ -150,8 +150,8 @@ class AnswerFormat:
         )
 
     def call_writer(self, params: SequenceParams) -> CallWriter:
-        """Return the writer that numbers the calls of a sequence. If calls may not be parallel, it
-        drops all after the first.
+        """Return the writer that numbers the calls of a sequence. If calls may not be parallel, the
+        writer drops all calls after the first.
         """
         calling = params.calling
         is_single = calling is not None and not (calling.forced or calling.parallel)
@@ -212,7 +212,7 @@ class AnswerFormat:
         opens, opens_after, tail = self.ids(self.reasoning.starts), "", ""
         if self.is_harmony:
             opens, opens_after = frozenset(self._unspell("analysis")[:1]), "<|channel|>"
-            [tail] = self._thought_ends(may_call=True)  # the prompt ends with this
+            [tail] = self._thought_ends(may_call=True)  # the prompt's end
             tail = self.marks.pattern(params.opening) or tail
         return ThinkingBudget(
             params.thinking_budget,

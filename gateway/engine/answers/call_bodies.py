@@ -29,7 +29,7 @@ from gateway.engine.answers.call_values import (
     write_call,
 )
 
-Body = tuple[list[Call], int]  # the result of a ReadBody
+Body = tuple[list[Call], int]  # a body's calls, and the place where the body ends
 _BETWEEN = re.compile(r"(?:[\s;,]|```\w*)*+")  # separators between bodies
 _AFTER = re.compile(r"[\s;,`)\]}]*+")  # surplus brackets after the last body
 _DECODER = json.JSONDecoder(strict=False)  # strings may hold line breaks and tabs
@@ -68,8 +68,8 @@ class Bodies:
         begun = [pair for pair in self.marks if text.startswith(pair[0], at)][:1]
         closers = tuple(end for _, end in begun or self.marks if end)
         begin = at + sum(len(start.removesuffix("[")) for start, _ in begun)
-        # The call may go on: always while the answer grows, and in an answer that was cut until
-        # the end mark comes. A model that ends its answer itself may leave out the mark.
+        # The call may be unfinished while the answer grows and, if the answer was cut, until the
+        # end mark comes. A model that ends its answer itself may leave out the mark.
         is_open = ending is Ending.MORE or (ending is Ending.CUT and bool(begun and closers))
         try:
             read = self._read_bodies(text, begin, schemas, closers)
@@ -138,8 +138,8 @@ def read_json(
 
 
 def read_arguments(name: str, text: str) -> Call:
-    """Return a call of `name` with the arguments in `text`; empty text means none. Raises
-    ValueError.
+    """Return a call of `name` with the arguments in `text`; empty text means no arguments.
+    Raises ValueError.
     """
     return _call({"name": name, "arguments": text})
 
@@ -148,7 +148,7 @@ def read_mistral(text: str, at: int, schemas: Schemas, closers: Sequence[str]) -
     """Read Mistral's calls: a JSON list, or since v11 `name[CALL_ID]id[ARGS]{…}`.
 
     Sources: mistral-common's encoding of assistant messages, and vLLM's tests, in which [ARGS] is
-    missing because its tokenizer drops it.
+    missing because the tokenizer drops it.
     """
     if text.startswith(("[", "{"), skip(SPACE, text, at)):
         return read_json(text, at, schemas, closers)
@@ -164,15 +164,16 @@ def read_deepseek(text: str, at: int, schemas: Schemas, closers: Sequence[str]) 
 
 def read_kimi(text: str, at: int, schemas: Schemas, closers: Sequence[str]) -> Body:
     """Read Kimi K2's calls, `functions.f:0<|tool_call_argument_begin|>{…}`, also with ids of
-    another form. The call keeps only an id of the form that K2's template knows.
+    another form. The call keeps its id only if K2's template knows the form.
     """
     calls, end = _read_headed(_KIMI, text, at, closers)
     return calls_of([_kimi_call(call, schemas) for call in calls]), end
 
 
 def _kimi_call(call: Call, schemas: Schemas) -> Call:
-    """Return a call, named by its id, with its function's name instead: the one in the id or, if
-    the id has none, that of the only function that fits the arguments. Else the name is empty.
+    """Replace a call's name, which is the id that the model wrote, by a function's name: the name
+    in the id or else that of the only function that fits the arguments. Otherwise the
+    name becomes empty.
     """
     call_id, given = call["name"], set(call["arguments"])
     names = "|".join(map(re.escape, sorted(schemas, key=len, reverse=True)))
@@ -190,7 +191,7 @@ def _kimi_call(call: Call, schemas: Schemas) -> Call:
 
 
 def _read_headed(pattern: Any, text: str, at: int, closers: Sequence[str]) -> Body:
-    """Read a call: its head, with a pattern whose groups name the parts, and its arguments."""
+    """Read a call: a head that `pattern` matches, whose groups are the call's keys, and JSON."""
     head = match_head(pattern, text, at)
     arguments, end = _read_value(text, head.end(), closers)
     return calls_of([{**head.groupdict(), "arguments": arguments}]), end

@@ -26,7 +26,7 @@ class Ending(Enum):
 
 
 class Unfinished(ValueError):
-    """Raised for a text that ends before its call does."""
+    """Raised for a text that ends before the call in it does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +47,13 @@ class Reading:
 # ValueError if no call begins there.
 ReadCalls = Callable[[str, int, Schemas, Ending], Reading | None]
 # Reads one body of calls, such as a JSON object or list, at a place of a text, given the functions'
-# schemas and the marks that may close the body. Returns its calls, none if it is not a call, and
-# the place where it ends. Raises Unfinished if the text ends first, ValueError if no body begins.
+# schemas and the marks that may close the body. Returns the body's calls, none if it is no call,
+# and the body's end. Raises Unfinished if the text ends first, and ValueError if no body begins.
 ReadBody = Callable[[str, int, Schemas, Sequence[str]], tuple[list[Call], int]]
 
 
 def read_all(read: ReadCalls, text: str, schemas: Schemas) -> list[Call]:
-    """Return the calls of a text. Raises ValueError if it has anything but calls."""
+    """Return the calls of a text. Raises ValueError if the text has anything but calls."""
     calls: list[Call] = []
     rest = text.strip()
     while rest:
@@ -78,7 +78,7 @@ _LITERALS = {"true": "True", "false": "False", "null": "None"}
 
 
 def _string(quote: str, end: str) -> str:
-    """Return a pattern of strings that a quote followed by `end` closes. It takes linear time."""
+    """Return a pattern, linear in time, of strings that a quote followed by `end` closes."""
     return rf"{quote}[^\\{quote}]*+(?:(?:\\.|{quote}(?!{end}))[^\\{quote}]*+)*+{quote}"
 
 
@@ -114,10 +114,10 @@ def _brackets(closers: tuple[str, ...], *, is_lenient: bool) -> re.Pattern[str]:
 def find_end(
     text: str, at: int, closers: Sequence[str], *, is_lenient: bool = False
 ) -> tuple[int, int]:
-    """Return the place after the bracket that closes the one at `at`, or the place of a closing
-    mark before it, and the number of brackets still open. Raises Unfinished if there is neither.
+    """Return the place after the bracket that closes the bracket at `at`, or of a closing mark that
+    comes first, and the number of brackets still open. Raises Unfinished if there is neither.
 
-    `is_lenient`: a string may contain its own quote where the text after it cannot follow a value.
+    `is_lenient`: a quote does not close a string if the text after the quote cannot follow a value.
     """
     depth = 0
     for token in _brackets(tuple(closers), is_lenient=is_lenient).finditer(text, at):
@@ -168,7 +168,7 @@ def read_literal(source: str, *, is_lenient: bool = False) -> object:
     """Return the value of a Python literal, repaired as in `parse_python`. Raises one of
     UNREADABLE.
 
-    `is_lenient`: a string may contain its own quote.
+    `is_lenient`: a string may contain the quote that delimits it.
     """
     return ast.literal_eval(_parse(source, _TOKENS[is_lenient])[0])
 
@@ -185,15 +185,15 @@ _TYPES: Mapping[str, Callable[[Any], bool]] = {
 }
 _QUOTED = re.compile(r"\s*([\"'])(.*)\1\s*", re.DOTALL)
 _DEPTH = 16  # the most references and alternatives followed, one inside the other, in a schema
-# The lane waits for this work, so it is bounded: by the parts of one schema, and by the schemas of
-# one call.
+# Reading schemas is bounded, as the lane waits for it: the most parts of one schema, and the most
+# schemas of one call.
 _MOST_PARTS = 256
 _MOST_SCHEMAS = 4096
 
 
 def _convert(text: str, types: frozenset[str]) -> Any:
-    """Return the value that a text stands for, of one of the JSON `types` if any are given and one
-    fits; otherwise the text.
+    """Return the value that a text stands for if it has one of the JSON `types`, or if no types are
+    given; otherwise the text.
     """
     if not types:
         return guess(text)
@@ -256,7 +256,7 @@ class Allowed:
         return value
 
     def types(self, schema: Any, depth: int = _DEPTH) -> frozenset[str]:
-        """Return the JSON types that a schema allows; empty if it doesn't say."""
+        """Return the JSON types that a schema allows; none if the schema doesn't say."""
         if not isinstance(schema, Mapping) or depth == 0:
             return frozenset()
         if id(schema) not in self._types:
@@ -270,7 +270,7 @@ class Allowed:
         """Return the types that a schema's keywords, and the schemas they lead to, allow.
 
         Keywords of one schema narrow each other. If an alternative (`anyOf`, `oneOf`) has no types,
-        the types of the others count only if no other keyword has any. "number" allows integers.
+        the types of the others count only if no other keyword has types. "number" allows integers.
         """
         kinds = {type(value): value for value in _listed(schema)}
         stated = schema.get("type", [type_of(value) for value in kinds.values()])
@@ -389,9 +389,9 @@ def write_elements(mark: str, value: Any) -> str:
 
 
 def write_call(call: Call, form: str, pair: str, write_value: WriteValue, **more: Any) -> str:
-    """Return a call's text: a family's `form` of a call, filled.
+    """Return a call's text: `form`, a family's form of a call, with the fields filled in.
 
-    Its fields are `name`, `arguments` (as JSON) or `pairs`, and the keys of `more`. `pair` is the
+    The fields are `name`, `arguments` (as JSON) or `pairs`, and the keys of `more`. `pair` is the
     form of one argument, with the fields `key`, `value`, `kind` (the value's JSON type) and
     `is_text`.
     """

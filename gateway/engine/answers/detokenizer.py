@@ -17,8 +17,8 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 def _byte_of() -> dict[str, int]:
     """Return the byte that each character of byte-level BPE's alphabet stands for: printable bytes
-    are themselves, the other 68 are U+0100 and the characters after it. Source: GPT-2's encoder.py,
-    `bytes_to_unicode`.
+    have their own characters, the other 68 have U+0100 and the characters after it. Source: GPT-2's
+    encoder.py, `bytes_to_unicode`.
     """
     plain = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     unprintable = [byte for byte in range(256) if byte not in plain]

@@ -1,6 +1,6 @@
 """Reads the bodies of Gemma's calls: Gemma 4's `call:f{a:1,b:<|"|>text<|"|>}`, and FunctionGemma's.
 
-A string may contain its own delimiter, which stands for a quote there. So a delimiter ends a string
+Inside a string, the string's delimiter may stand for a quote. So a delimiter ends a string
 only before the next pair or value, or before the brackets that close the open ones. Models also
 write quotes as delimiters, arguments in parentheses, Python's literals, or no opening delimiter.
 """

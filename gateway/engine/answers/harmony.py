@@ -77,7 +77,7 @@ class HarmonyParser(AnswerParser):
         super().__init__(mode, calls)
         self._functions = functions  # the functions that may be called
         self._read = read  # turns a recipient and its message into calls, or raises
-        # A grammar constrains the sequence: only its final message is text, the rest is reasoning.
+        # True if a grammar applies: only the final message is text then, the rest is reasoning.
         self._is_bound = is_bound
         # The prompt ends inside a header, with a whole header (`opening`), or inside the final
         # message if that is continued.

@@ -36,8 +36,8 @@ class _Element:
     begin: int  # the place where the element's text begins
     at: int  # the place up to which it has been read
     text: str = ""
-    parts: list["_Element"] = field(default_factory=list)
-    has_text: bool = False  # there is text between its parts
+    parts: list["_Element"] = field(default_factory=list)  # the elements inside this one
+    has_text: bool = False  # there is text between the parts
 
     def value(self, allowed: Allowed) -> Any:
         """Return the value that the element stands for. Raises ValueError."""

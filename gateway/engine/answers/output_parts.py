@@ -1,8 +1,8 @@
 """The parts of an answer, with calls in OpenAI's format, and the marks between the parts.
 
 A token that is a mark is spelled: written between two lone surrogates. No other text has these,
-because tokens decode to UTF-8. So a plain string search finds the token `<think>`, never the seven
-letters. A mark without a token in the vocabulary is found by its letters.
+because tokens decode to UTF-8. So a plain string search finds the token `<think>`, never seven
+letters of text. A mark without a token in the vocabulary is found by its letters.
 """
 
 import hashlib
@@ -58,7 +58,7 @@ def _is_in(content: str, name: str) -> bool:
 
 
 def strip_marks(text: str) -> str:
-    """Return text as a client gets it: without special tokens, other marks as plain letters."""
+    """Return text as a client gets it: no special tokens, and other marks as plain letters."""
     if text.isascii():
         return text
     return _SPECIALS.sub("", text).translate(_SPELLING)
@@ -72,8 +72,8 @@ def spell_out(text: str) -> str:
 
 
 def letters_at(spelled: str, count: int) -> int:
-    """Return the place after the first `count` letters in a text with spelled tokens, in which only
-    the tokens' plain letters count.
+    """Return the place after the first `count` letters in a text with spelled tokens. Surrogates
+    around tokens don't count as letters.
     """
     if spelled.isascii():
         return count
@@ -345,8 +345,8 @@ class OutputProcessor:
         parts = [self._scan_for_stops(part, may_stop=may_stop) for part in self.parser.push(piece)]
         opens = self.parser.is_thinking and is_shown_as_text
         if scores is not None and not (was_thinking or opens):
-            # The texts with the logprobs add up to the content. Only the token of a one-token
-            # answer has its text even if that is not content, because rerankers read it.
+            # The texts with the logprobs add up to the content. One exception: the token of a
+            # one-token answer has a text even if it isn't content, because rerankers read it.
             text = strip_marks(piece)
             if not is_shown_as_text:
                 text = text or self.vocabulary.text(token)
@@ -364,7 +364,7 @@ class OutputProcessor:
         return [*parts, OutputPart(text=rest)]
 
     def take_logprobs(self, *, is_last: bool) -> Sequence[TokenLogprob]:
-        """Return the logprobs of tokens whose text has been returned, never of a stop string's."""
+        """Return the logprobs of tokens whose text has been returned, never of stop strings."""
         if not self._pending:
             return ()
         is_whole = is_last and not self.stops.is_stopped

@@ -46,7 +46,7 @@ _NAMES = {
     "name": rf"(?:{_QUOTE})?(?P<name>[^\\\s\"'<>{{}}]{{1,256}})(?:{_QUOTE})?",
     "key": r"(?P<key>[^<>\n]{1,256}?)",
 }
-_ATTRIBUTES = r"\s++(?:[^<>\s]++\s++){0,8}?"  # other attributes before this one
+_ATTRIBUTES = r"\s++(?:[^<>\s]++\s++){0,8}?"  # other attributes before a wanted one
 _NAMED_GROUP = regex.compile(r"\(\?P<\w+>")
 _CDATA = regex.compile(r"\A\s*<!\[CDATA\[(.*)\]\]>\s*\Z", regex.DOTALL)
 
@@ -66,7 +66,7 @@ class Pairs:
 
     @cached_property
     def marks(self) -> tuple[tuple[str, str], ...]:
-        """Return the marks that begin calls, each with the mark that ends them or an empty one."""
+        """Return the marks that begin calls, each with the mark that ends them, or ""."""
         opening = self.call.partition("{name}")[0].rstrip("\"'")
         return (*self.blocks, (opening, "")) if opening else self.blocks
 
@@ -225,7 +225,7 @@ class Pairs:
 class _Scan:
     """One scan through a text for the end of a call whose first pair begins at `at`.
 
-    An end counts unless something between it and the next call ends a text as well.
+    The end is doubtful if, before the next call, another mark might end the call or a text as well.
     """
 
     def __init__(
@@ -239,19 +239,19 @@ class _Scan:
         is_lenient: bool = False,
         is_flat: bool = False,
     ) -> None:
-        self.texts: list[tuple[Any, str]] = []  # pairs of a key's match and its text
+        self.texts: list[tuple[Any, str]] = []  # pairs of a key's match and the key's text
         self.end: int | None = None  # the place where the call ends
-        self.is_settled = False  # another call follows
+        self.is_settled = False  # the end is certain, as another call follows
         self.is_doubtful = False  # the call's end, or a pair's text, is not certain
         self.is_lenient = is_lenient  # marks may be left out
-        self.depth = 0  # calls inside a text, not ended yet
-        self.holds_calls = False  # a text has calls of functions that may be called
+        self.depth = 0  # how many calls inside a text have not ended
+        self.holds_calls = False  # a text contains calls of known functions
         self._is_flat = is_flat  # calls inside a text don't count
         self._form, self._text = form, text
         self._declared, self._schemas = declared, schemas
         self._key = form.key_pattern.match(text, at)
         self._value_end = at
-        self._inner = 0  # pairs inside a text, not ended yet
+        self._inner = 0  # how many pairs inside a text have not ended
         self._following: set[str] = set()  # names of pairs that directly follow a text's end
         events = form.event_pattern.finditer(text, self._key.end())
         if is_lenient:
@@ -322,9 +322,9 @@ class _Scan:
 
 
 def _pattern(form: str) -> str:
-    """Return a pattern of the marks that are written in a form.
+    """Return a pattern of the marks in a form.
 
-    A mark may have more attributes than the form, and may lack all but the first of them.
+    A text's marks may have more attributes than the form's, and may lack all but the first.
     """
     pieces = regex.split(r'("?)\{(\w+)\}"?', form.strip())
     pattern = ""

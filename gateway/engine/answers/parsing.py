@@ -18,13 +18,13 @@ from gateway.engine.answers.output_parts import (
 )
 from gateway.engine.answers.stop_strings import held_back
 
-ReadCalls = Callable[[str, int, Ending], Reading | None]  # given the schemas
+ReadCalls = Callable[[str, int, Ending], Reading | None]  # call_values.ReadCalls, given the schemas
 _State = Literal["text", "thinking", "call", "aside", "broken"]
 _Next = Literal["text", "thinking", "call", "aside", "noise"]
 
 BARE_SIZE: Final = 1024  # enough characters to decide whether an answer begins with a bare call
 EARLY: Final = 128  # enough characters after a mark in prose to see that it begins no call
-PROMPT_READS: Final = 8  # first readings of one call; later ones wait until it has grown by half
+PROMPT_READS: Final = 8  # readings of a call at once; later ones wait until it has grown by half
 LAST_READS: Final = 32  # the most readings of calls once the answer has ended
 PIECE: Final = 2048  # characters searched for marks at once
 # The most characters of an aside, each of at most 4 bytes.
@@ -52,16 +52,16 @@ class Parser(AnswerParser):
     """Reads the text of one sequence as it grows.
 
     A call in the model's own format is returned once it is complete; a call that cannot be read is
-    returned as text. Only the format can find a call's end, so text after a mark that may begin a
-    call is held back until then. A forced call is returned as it grows, because its grammar allows
-    only {"name":…,"arguments":…}.
+    returned as text. Only the format can tell where a call ends, so text after a mark that may
+    begin a call is held back until the end is found. A forced call is returned as it grows, because
+    its grammar allows only {"name":…,"arguments":…}.
 
     Thinking may open before any text and after a finished call. A grammar (`is_bound`) applies from
     the first text on, so a bound sequence may open thinking only at its very beginning. A continued
     answer (`is_begun`) already has text. Text after the last allowed call is dropped.
 
     Inside a thought, a special token that begins a call ends the thought. Any other mark of a call
-    begins an aside, which is a call only if the answer ends with it, else part of the thought.
+    begins an aside, which is a call if the answer ends with it, and otherwise part of the thought.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Parser(AnswerParser):
         # The text after `_held`, last part first. Pieces of it move to `_held` to be searched.
         self._later: list[str] = []
         self._is_over = False
-        self._counting: dict[tuple[Any, ...], dict[str, _Next]] = {}  # marks by state
+        self._counting: dict[tuple[Any, ...], dict[str, _Next]] = {}  # results of `_marks`
         self._tail = _Tail("")
         self._is_in_thought = False  # the last mark began a call in a thought
         self._is_fresh = is_thinking  # the text is after a mark: leading white space is dropped
@@ -142,11 +142,11 @@ class Parser(AnswerParser):
 
     @property
     def _is_last_call(self) -> bool:
-        """Return True if all of the rest may belong to the call under way."""
+        """Return True if the answer has ended and its rest may belong to the call under way."""
         return self._is_over and self._state == "call"
 
     def _advance(self, parts: list[OutputPart]) -> bool:
-        """Take the text up to the next mark; return True if there may be another."""
+        """Take the text up to the next mark; return True if there may be another mark."""
         if self._is_waiting() or self._is_last_call:
             return False
         marks, held = self._marks(), self._held
@@ -266,7 +266,7 @@ class Parser(AnswerParser):
         return self._answer(text)
 
     def _read(self, parts: list[OutputPart], ending: Ending) -> bool:
-        """Read the call under way; return True once it is settled."""
+        """Read the call under way; return True if more text cannot change the result."""
         assert self._markup.read is not None
         spelled = self._tail.text
         try:
@@ -294,8 +294,8 @@ class Parser(AnswerParser):
         return True
 
     def _give_up(self, parts: list[OutputPart]) -> None:
-        """Return text that turned out to be no call, up to the mark that would have ended the call,
-        or the thought around it. Nothing in it is read as a call again.
+        """Add text that turned out to be no call, up to the mark that would have ended the call,
+        or the thought around it. Nothing in this text is read as a call again.
         """
         spelled, markup = self._tail.text, self._markup
         ends = markup.closes if self._is_in_thought else markup.call_ends
@@ -361,7 +361,7 @@ def _any(marks: Sequence[str]) -> re.Pattern[str]:
 
 
 class _Tail:
-    """The answer's text from a mark that may begin a call, and the times at which to read it."""
+    """An answer's text from a mark that may begin a call on, and when to read that text."""
 
     def __init__(self, opening: str) -> None:
         self.opening = opening  # empty for a call without any mark
@@ -376,7 +376,7 @@ class _Tail:
 
     @property
     def is_early(self) -> bool:
-        """Return True until the first reading, once the text can show that no call begins."""
+        """Return True if the text, not read yet, is long enough to show that no call begins."""
         return self._reads == 0 and self.size >= EARLY
 
     @property

@@ -37,7 +37,7 @@ _THINK = (("<think>",), ("</think>",))
 # The order of the rows is the order of the search.
 _ROWS = (
     HARMONY,
-    # The model may begin an answer with an end mark, without having begun a thought.
+    # MiniMax M3 may begin an answer with an end mark, which is dropped as noise then.
     ReasoningFormat(
         "minimax_m3", "MiniMax M3", ("<mm:think>",), ("</mm:think>",), ("</mm:think>",)),
     # The next two formats put their answer between marks as well.
@@ -133,7 +133,7 @@ class ThinkingBudget:
         self._spell = spell
         self._encode = encode
         self._ends = ends
-        self._opens = opens  # the tokens, after `opens_after`, that open a thought
+        self._opens = opens  # the tokens that open a thought if they follow `opens_after`
         self._opens_after = opens_after
         self._tail = tail
         self._has_thought = parser.is_in_thought
@@ -154,7 +154,7 @@ class ThinkingBudget:
         return self._opens if self._tail.endswith(self._opens_after) else frozenset()
 
     def room(self, limit: int) -> int:
-        """Return how many tokens after the next one certainly won't be forced, at most `limit`."""
+        """Return how many tokens after the next token can't be forced, at most `limit`."""
         if self.barred and not self._opens_after:
             return limit
         return max(0, min(limit, self._left - 1))

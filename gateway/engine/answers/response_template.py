@@ -1,7 +1,8 @@
-"""Reads answers of families without a parser here, by the checkpoint's `response_template`.
+"""Reads answers by the checkpoint's `response_template`, for families that have no parser here.
 
-Its format is transformers' (utils/chat_parsing): patterns that split a whole text into the fields
-of a message. A checkpoint's patterns may run forever, so transformers applies them in the sandbox.
+The template's format is transformers' (utils/chat_parsing): patterns that split a whole text into
+the fields of a message. A checkpoint's patterns may run forever, so transformers applies them in
+the sandbox.
 """
 
 import hashlib
@@ -79,7 +80,7 @@ class ResponseTemplate:
         # the next.
         key = hashlib.blake2b(json.dumps(request).encode(), digest_size=32).digest()
         outcome, value = self._sandbox(request, key)
-        if outcome in ("busy", "killed"):  # other work caused this, and may be over
+        if outcome in ("busy", "killed"):  # caused by other work, which may be over
             outcome, value = self._sandbox(request, key)
         return outcome, value
 

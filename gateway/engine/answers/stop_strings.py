@@ -36,7 +36,7 @@ class StopScanner:
         places = [(text.find(stop), stop) for stop in self._stops if stop in text]
         matches = [(at + len(stop), at) for at, stop in places]
         if matches:
-            # The stop string that is complete first; if several are, the longest of them.
+            # The stop string that is complete first ends the text; of several, the longest.
             end, at = min(matches)
             self.met = text[at:end]
             return text[:at]

@@ -71,7 +71,7 @@ class ToolFormat:
 
     @property
     def words_of_calls(self) -> tuple[str, ...]:
-        """Return beginnings of calls that other text may have, too."""
+        """Return beginnings of calls that may also occur in other text."""
         if isinstance(self.read, Bodies):
             return ()
         return tuple(start for start, end in self.marks if not end)
@@ -82,8 +82,8 @@ class ToolFormat:
         return f"{first}{self.read.write(calls)}{last}"
 
     def begins(self, names: Sequence[str]) -> Any:
-        """Return a pattern of the beginning of a call, without marks, of one of the functions; None
-        if the format has no such calls.
+        """Return a pattern of how a call of one of the functions begins without marks; None if the
+        format has no calls without marks.
         """
         if self.bare is None or not names:
             return None
@@ -282,7 +282,7 @@ def tool_format(name: str) -> ToolFormat:
 def infer_tools(
     vocabulary: Container[str], template: str, model_type: str, declared: str | None
 ) -> str | None:
-    """Return the name of a checkpoint's format; None if no known one matches.
+    """Return the name of a checkpoint's format; None if no known format matches.
 
     `declared` is the format named by the checkpoint or otherwise by mlx-lm.
     """

@@ -1,5 +1,5 @@
-"""The BERT and RoBERTa encoders: absolute positions, token types, post-norm layers. They differ in
-how positions are numbered.
+"""The BERT and RoBERTa encoders: absolute positions, token types, post-norm layers. The two
+differ in how positions are numbered.
 
 Weights and names are Hugging Face's (transformers, models/bert/modeling_bert.py); the pooler and
 task heads are not used here.
@@ -36,7 +36,7 @@ class Dense:
     """A linear layer."""
 
     # The shape is (inputs, outputs): a transposed view of the checkpoint's array, not a copy.
-    # OpenBLAS for AVX-512 reads a copy of this shape 3 times as slowly: a product of 17 rows by 384
+    # OpenBLAS for AVX-512 multiplies by a copy 3 times as slowly: a product of 17 rows by 384
     # × 1536 took 1.0 ms instead of 0.34.
     weight: mx.array
     bias: mx.array | None
@@ -76,8 +76,8 @@ def arrays_of(part: object) -> list[mx.array]:
 
 @dataclass(frozen=True, slots=True)
 class BertLayer:
-    """Attention, then two products with an activation between. The result of each part is added to
-    its input and normalized.
+    """Attention, then two products with an activation between. Each part's result is added to the
+    part's input, and the sum is normalized.
     """
 
     qkv: Dense
@@ -89,7 +89,7 @@ class BertLayer:
     heads: int
     attend: Attention
     activation: Activation
-    gate: Dense | None = None  # activation(gate(x)) multiplies up(x)
+    gate: Dense | None = None  # if set, activation(gate(x)) multiplies up(x)
     rotate: Rotation | None = None  # set if positions are rotations, not embeddings
 
     def __call__(self, x: mx.array, bias: mx.array | None, rows: int) -> mx.array:
@@ -155,7 +155,7 @@ def make_layer(
 
 POSITIONS: Final = "embeddings.position_embeddings.weight"
 TYPES: Final = "embeddings.token_type_embeddings.weight"
-# Buffers, and parts above the encoder in checkpoints saved with a head.
+# Names of buffers, and prefixes of parts above the encoder in checkpoints saved with a head.
 IGNORED: Final = (
     "embeddings.position_ids",
     "embeddings.token_type_ids",
@@ -303,7 +303,7 @@ class Bert:
         self._words = weights["embeddings.word_embeddings.weight"]
         none = mx.zeros((1, config.dimensions), weights_dtype)
         types = weights.get(TYPES, none)
-        # Type 0's vector is added to every position, since most tokens have that type.
+        # Positions include the vector of type 0, which most tokens have; type 1 adds a difference.
         self._positions = weights.get(POSITIONS, none) + types[0]
         self._second = types[1] - types[0] if config.token_types > 1 else None
         self._norm = make_norm(weights, "embeddings.LayerNorm", choice, config.epsilon)

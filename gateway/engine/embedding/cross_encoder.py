@@ -50,7 +50,7 @@ _TASK: Final = ("sequence-classification", "scores")  # transformer_task, module
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """A classification head: pool, dense, activation, norm if any, out. Returns a row's logits."""
+    """A classification head: pool, dense, activation, norm if any, out. Returns logits."""
 
     pooling: Pooling
     dense: Dense
@@ -106,7 +106,7 @@ class CrossEncoderEngine(EncoderEngine):
     ) -> None:
         super().__init__(name, encoder, device=device, max_tokens=max_tokens)
         self.tokenizer = tokenizer
-        self.labels = int(head.out.weight.shape[1])  # logits in a row
+        self.labels = int(head.out.weight.shape[1])  # the number of logits in a row
         self._head = head
         self._template = template
 
@@ -135,8 +135,8 @@ class CrossEncoderEngine(EncoderEngine):
         """
         # sentence-transformers cuts the longer of the two texts, token by token
         # (base/modules/transformer.py, truncation="longest_first"). That may cut the query, without
-        # which no document can be judged. If it would cut only documents, the results here are the
-        # same.
+        # which no document can be judged. Where it would cut only documents, the results here
+        # are the same.
         [first] = self.tokenizer.encode([query], with_specials=False)
         room = self.max_tokens - self._template.specials - len(first)
         if room < 1:
@@ -182,8 +182,8 @@ def load_cross_encoder_in_steps(
     """Load a reranker from a folder of safetensors. Raises ModelLoadFailed.
 
     There is a step for the tokenizer and one for each slice of the weights, as in
-    `load_embedding_in_steps`: the last yields the engine. `max_context` can only lower the model's
-    own limit.
+    `load_embedding_in_steps`. The last step yields the engine. `max_context` can only lower the
+    limit of the model's files.
     """
     checkpoint = Checkpoint(name, folder)
     inner = find_transformer(checkpoint)
@@ -248,7 +248,7 @@ def _refuse_other_tasks(checkpoint: Checkpoint, config: Mapping[str, Any]) -> No
 def _open_head(
     checkpoint: Checkpoint, config: Mapping[str, Any], device: Device, encoder: Encoder
 ) -> Head:
-    """Open the head above an encoder, in its dtype; the weights are read when first evaluated."""
+    """Open the head, in the encoder's dtype. The weights are read when first evaluated."""
     names = HEADS[config["model_type"]]
     d = encoder.dimensions
     weights_dtype = encoder.parameters()[0].dtype
@@ -262,7 +262,7 @@ def _open_head(
         f"{names.out}.weight": (labels, d),
         f"{names.out}.bias": (labels,),
     }
-    # ModernBERT's head has only the last bias, unless its config says otherwise.
+    # In ModernBERT's head only the last layer has a bias, unless `classifier_bias` is set.
     if names.norm is None or config.get("classifier_bias"):
         shapes[f"{names.dense}.bias"] = (d,)
     if names.norm is not None:

@@ -1,7 +1,7 @@
 """Embedding models built on a decoder (Qwen3-Embedding, EmbeddingGemma), through mlx_lm's classes.
 
-With causal attention, padding has no effect on real tokens, as it is on the right. Some decoders
-were retrained so that tokens also see later tokens; a key of config.json says so.
+With causal attention, padding on the right has no effect on real tokens. Some decoders were
+retrained so that tokens also see later tokens, which a key of config.json states.
 """
 
 from collections.abc import Generator, Iterator, Mapping
@@ -24,8 +24,8 @@ from gateway.engine.models.decoders import (
 from gateway.engine.models.missing_kernels import Report, replace_missing
 
 SAME_AS: Final = {"eurobert": "llama"}  # architectures that mlx-lm has under another name
-# The value of each key for causal attention, and the families for which another value is supported:
-# those that follow the key in transformers and whose mlx-lm class takes its mask from the caches.
+# For each key, the value that means causal attention, and the families for which another value is
+# supported: transformers follows the key there, and mlx-lm's class takes the mask from the caches.
 _AHEAD: Final = {
     "is_causal": (True, LLAMAS),
     "use_bidirectional_attention": (False, ("gemma3_text",)),
@@ -34,7 +34,7 @@ _AHEAD: Final = {
 
 
 class BothWays:
-    """Replaces a layer's cache: it stores nothing, and its mask lets tokens see later ones."""
+    """Replaces a layer's cache. Stores nothing, and makes masks for tokens that look ahead."""
 
     offset = 0
 
@@ -45,7 +45,7 @@ class BothWays:
         self, tokens: int, return_array: bool = False, window_size: int | None = None
     ) -> mx.array | None:
         """Return a mask of the tokens that each token sees, (rows or 1, 1, tokens or 1, tokens);
-        None if each sees all.
+        None if every token sees all tokens.
         """
         seen = None if self._mask is None else self._mask[:, None, None, :]
         if window_size is None or tokens <= window_size // 2 + 1:
@@ -147,7 +147,7 @@ def _headless_classes(config: dict[str, Any]) -> tuple[type[Module], type]:
     Embedding checkpoints are saved from the bare model: no head, and no `model.` before names.
     """
     config["model_type"] = SAME_AS.get(config["model_type"], config["model_type"])
-    for key in _AHEAD:  # `BothWays` makes the masks, not the class
+    for key in _AHEAD:  # the masks come from `BothWays`
         config.pop(key, None)
     whole, arguments = classes_of(config)
 

@@ -1,5 +1,5 @@
 """A loaded encoder, run over batches of rows that are cut into passes. Subclasses turn hidden
-states into results; the one for embedding models is here: texts → token ids → vectors.
+states into results; the subclass for embedding models is here: texts → token ids → vectors.
 """
 
 from abc import ABC, abstractmethod
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from gateway.engine.embedding.decoder import Decoder
     from gateway.engine.models.missing_kernels import Report
 
-# A pass of more than about 500 tokens gains nothing on a CPU, and its buffers leave the cache.
+# A pass of more than about 500 tokens gains nothing on a CPU: its buffers outgrow the cache.
 SLICE_TOKENS: Final = 512
 # Multiply-adds below which a second thread costs more than it saves: starting it takes 0.4 ms.
 WORTH_A_THREAD: Final = 30_000_000
@@ -54,9 +54,9 @@ _TASK: Final = ("feature-extraction", "token_embeddings")  # transformer_task, m
 
 
 def bucket(length: int) -> int:
-    """Round a length up to one of few: a multiple of 8 up to 64, then at most a quarter more.
+    """Round a length up to a multiple of 8 or, above 64, to a width at most a quarter larger.
 
-    Most texts are short, and steps of 8 waste least for them. Lengths up to 512 make 20 shapes.
+    Most texts are short, and steps of 8 waste least for them. Up to 512 there are 20 widths.
     """
     step = 8
     if length > 64:
@@ -72,9 +72,9 @@ def worthwhile_threads(tokens: int, weights: int, threads: int) -> int:
 def slice_rows(lengths: Sequence[int], threads: int) -> list[int]:
     """Cut rows, shortest first, into runs for one pass each; return the number of rows in each run.
 
-    A run costs its number of rows times its longest row, at most SLICE_TOKENS unless one row is
-    longer. The least multiple of `threads` that allows this bounds the number of runs, and the most
-    expensive run is as cheap as possible. No row is divided.
+    A run's cost, the number of rows times the longest row, is at most SLICE_TOKENS unless one row
+    is longer. The least multiple of `threads` that allows this bounds the number of runs, and the
+    most expensive run is as cheap as possible. No row is divided.
     """
     costs = range(lengths[-1], len(lengths) * lengths[-1] + 1)
     row_count = threads
@@ -86,7 +86,7 @@ def slice_rows(lengths: Sequence[int], threads: int) -> list[int]:
 
 
 def _runs(lengths: Sequence[int], cost: int) -> list[int]:
-    """Fill runs that cost at most `cost` with the rows in order; return the rows in each run."""
+    """Fill runs that cost at most `cost` with the rows in order; return their sizes."""
     runs = [0]
     for length in lengths:
         if (runs[-1] + 1) * length <= cost:
@@ -99,7 +99,7 @@ def _runs(lengths: Sequence[int], cost: int) -> list[int]:
 def in_step(
     passes: Sequence[Iterator[mx.array]], streams: Sequence[mx.Stream]
 ) -> Iterator[list[mx.array]]:
-    """Advance passes with equally many layers together, a layer at a time, each on its stream."""
+    """Advance passes of equal depth together, by one layer at a time, each on its stream."""
     while True:
         states: list[mx.array] = []
         for one, stream in zip(passes, cycle(streams), strict=False):
@@ -124,7 +124,7 @@ class Encoder(Protocol):
     def __call__(
         self, tokens: mx.array, mask: mx.array | None, types: mx.array | None = None
     ) -> Iterator[mx.array]:
-        """Yield (rows, tokens, dimensions) after each layer; the last are the hidden states.
+        """Yield (rows, tokens, dimensions) after each layer; the last array has the hidden states.
 
         `mask` is true at real tokens, None if all are; `types` is true at tokens of type 1, None
         if all are of type 0.
@@ -331,7 +331,7 @@ def read_transformer_settings(checkpoint: Checkpoint, task: str, output: str) ->
 def read_max_tokens(
     checkpoint: Checkpoint, positions: int, settings: Mapping[str, Any], asked: int | None
 ) -> int:
-    """Return the least of the model's stated limit, its positions, and models.yaml's limit."""
+    """Return the least of the limits in the model's files, its positions, and `asked`."""
     stated = {"max_seq_length": settings.get("max_seq_length")}
     if stated["max_seq_length"] is None:
         config = checkpoint.read_object("tokenizer_config.json")
@@ -410,15 +410,15 @@ class EmbeddingEngine(EncoderEngine):
         return self.tokenizer.encode(texts)
 
     def encode_start(self, texts: Sequence[str]) -> list[list[int]]:
-        """Tokenize as much as `truncate` needs: of a long text, more than `max_tokens` ids."""
+        """Tokenize as much as `truncate` needs: of a long text, perhaps only the beginning."""
         return self.tokenizer.encode_start(texts, self.max_tokens)
 
     def truncate(self, tokens: Sequence[int], limit: int | None = None) -> list[int]:
-        """Cut one input to `limit` or `max_tokens` tokens, as sentence-transformers would."""
+        """Cut one input to `limit`, by default `max_tokens`, as sentence-transformers would."""
         return self.tokenizer.truncate(tokens, limit or self.max_tokens)
 
     def shorten(self, vectors: Vectors, dimensions: int) -> Vectors:
-        """Keep the first `dimensions` of each vector, normalized again if the model does."""
+        """Keep the first `dimensions` of each vector; normalize again if the recipe normalizes."""
         return shorten(vectors, dimensions, normalize=self._recipe.normalize)
 
     def embed(self, rows: Sequence[Sequence[int]]) -> Vectors:
@@ -466,9 +466,9 @@ def load_embedding_in_steps(
     `load_generation_in_steps`; the last step yields the engine.
 
     `pooling` (mean, cls, last) and `normalize` are needed if the folder has no modules.json, and
-    override it if it has one. `max_context` can only lower the model's own limit. `prompts`, if not
-    empty, replace the model's own. `report` is called with a decoder's quantized weights that are
-    dequantized because the device has no kernel for them.
+    override that file if there is one. `max_context` can only lower the model's limit. `prompts`,
+    if not empty, replace the model's prompts. `report` is called with a decoder's quantized weights
+    that are dequantized because the device has no kernel for them.
     """
     checkpoint = Checkpoint(name, folder)
     recipe = read_recipe(checkpoint, pooling, normalize)
@@ -482,7 +482,7 @@ def load_embedding_in_steps(
     encoder = open_encoder(inner, inner.read_object("config.json"), device, dtype)
     projections = read_projections(checkpoint, recipe, encoder.dimensions)
     yield from read_in_slices(inner, [*encoder.parameters(), *arrays_of(projections)])
-    # Only a decoder has this; other encoders don't need mlx-lm, which takes a second to import.
+    # Only a decoder has this method. Others don't need mlx-lm, which takes a second to import.
     if hasattr(encoder, "replace_missing"):
         yield from encoder.replace_missing(name, device, report)
     yield EmbeddingEngine(

@@ -1,8 +1,9 @@
 """Rerankers on a causal model: the score is the log-odds of two labels after a prompt.
 
 The query and the document are part of the prompt. The score is the difference of the two labels'
-logits at its end: one product with the difference of two rows of the output matrix, instead of a
-product with the whole matrix. Source: Qwen3-Reranker's model card, whose recipe is the default.
+logits at the prompt's end. It takes one product with the difference of two rows of the output
+matrix, instead of a product with the whole matrix. Source: Qwen3-Reranker's model card, whose
+recipe is the default.
 """
 
 import re
@@ -31,8 +32,8 @@ from gateway.jobs.rerank import Pair
 
 # A prefix that prompts share is computed in a pass of its own if that saves this many tokens.
 LEAST_SAVED: Final = 64
-# A longer prefix is not kept for the next pass. At 512 tokens Qwen3-Reranker-0.6B (28 layers, keys
-# and values, 8 heads of 128) has 59 MB of KV in 16 bits, and 117 MB in float32 on a CPU.
+# The longest prefix that is kept for the next pass. At 512 tokens Qwen3-Reranker-0.6B (28 layers,
+# keys and values, 8 heads of 128) has 59 MB of KV in 16 bits, and 117 MB in float32 on a CPU.
 KEPT_TOKENS: Final = 512
 _KVCache: Any = KVCache  # untyped in mlx-lm
 _layers: Any = nn
@@ -41,7 +42,7 @@ _layers: Any = nn
 @dataclass(frozen=True, slots=True)
 class LabelRecipe:
     """A prompt with `{instruction}`, `{query}` and then `{document}`; the label that means
-    relevant, followed, if the score is a difference, by the label that means irrelevant; and the
+    relevant, and perhaps a second that means irrelevant, whose logit is then subtracted; and the
     default instruction.
     """
 
@@ -111,8 +112,8 @@ class LabelScorer:
         thread.
 
         A document is cut to `max_document_tokens`, and further if the prompt would exceed
-        `max_tokens`. The space before a document is encoded with it, since tokenizers split words
-        there. Control tokens in the callers' texts are read as plain letters. Raises
+        `max_tokens`. The space before a document is encoded with the document, since tokenizers
+        split words there. Control tokens in the callers' texts are read as plain letters. Raises
         ContextLengthExceeded for a query that leaves no room for a token of a document.
         """
         *start, (last, _) = _fill(self._before, query, instruction or self._recipe.instruction)
@@ -135,7 +136,7 @@ class LabelScorer:
 
     def score(self, rows: Sequence[Pair]) -> Vectors:
         """Return the log-odds of relevance, (rows, 1) float32."""
-        # Rows with the same query share its part of the prompt, which is computed once; other rows
+        # Rows with the same query share the prompt up to the document, computed once; other rows
         # share their common prefix. The prefix is kept for the next call, since one request's rows
         # may need several calls.
         scores = np.empty((len(rows), 1), dtype=np.float32)
@@ -190,7 +191,7 @@ class LabelScorer:
         return np.array(scores, dtype=np.float32)
 
     def _keep(self, tokens: tuple[int, ...], caches: Sequence[Any]) -> "_Beginning":
-        """Return the caches' first tokens as a prefix, and keep that unless it is too long."""
+        """Return the caches' KV of `tokens` as a prefix; keep the prefix unless it is too long."""
         beginning = _Beginning(tokens, [_SharedPrefix(cache, len(tokens)) for cache in caches])
         evaluate([layer.state for layer in beginning.layers])
         self._kept = beginning if len(tokens) <= KEPT_TOKENS else _Beginning()
@@ -227,7 +228,7 @@ def _append(prefix: mx.array, own: mx.array) -> mx.array:
 
 
 class LabelHead:
-    """The labels' rows of the output matrix as one vector: (rows, hidden) → (rows,) float32."""
+    """The labels' rows of the output matrix in one vector: (rows, hidden) → (rows,) float32."""
 
     def __init__(self, model: Any, labels: Sequence[int]) -> None:
         layer = model.lm_head if "lm_head" in model else model.model.embed_tokens
@@ -262,8 +263,8 @@ def _rows(layer: Any, ids: mx.array) -> mx.array:
 
 
 def _fill(text: str, query: str, instruction: str) -> list[Piece]:
-    """Return a template's text before the document in pieces, with its fields filled in. Fields in
-    the query or the instruction are left as they are. The last piece is the template's own.
+    """Return `text`, a template up to the document, in pieces with the fields filled in. Fields in
+    the query or the instruction are left as they are. The last piece is from the template.
     """
     fields = {"{query}": query, "{instruction}": instruction}
     parts = re.split("({query}|{instruction})", text)
@@ -272,7 +273,7 @@ def _fill(text: str, query: str, instruction: str) -> list[Piece]:
 
 def _group(rows: Sequence[Pair]) -> list[tuple[list[int], int]]:
     """Group rows by their query; return each group's row indices and the number of first tokens
-    that its rows share. Queries with only one row form one group together.
+    that its rows share. Rows whose query no other row has form one group.
     """
     by_query: dict[tuple[int, ...], list[int]] = {}
     for place, row in enumerate(rows):
@@ -302,10 +303,11 @@ def load_label_scorer_in_steps(
     recipe: LabelRecipe = QWEN3,
     report: Report | None = None,
 ) -> Generator[LabelScorer | None]:
-    """Load a causal model as a reranker, in steps; the last one yields it. Raises ModelLoadFailed.
+    """Load a causal model as a reranker, in steps; the last step yields the reranker.
 
-    Each label must be one token, and logits must be the plain product of hidden states and output
-    matrix; both are checked. `report` is called with quantized weights that are dequantized.
+    Raises ModelLoadFailed, also if a label is not one token, or if logits are not the plain product
+    of hidden states and output matrix. `report` is called with quantized weights that are
+    dequantized.
     """
     checkpoint = Checkpoint(name, folder)
     config = checkpoint.read_object("config.json")
@@ -334,7 +336,7 @@ def _read_labels(
 
 
 def _check_head(checkpoint: Checkpoint, model: Any, head: LabelHead, ids: Sequence[int]) -> None:
-    """Raise if the model's own logits of a few tokens differ from the head's."""
+    """Raise ModelLoadFailed if `head` gives another score than the model's own logits."""
     tokens = mx.array([[*ids, *ids]])
     try:
         score: Any = head(model.model(tokens)[:, -1]).item()

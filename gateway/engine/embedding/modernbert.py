@@ -37,12 +37,12 @@ from gateway.engine.models.encoder_kernels import (
     make_rotation,
 )
 
-# The queries that attend together in a layer with a window: a larger block wastes more scores.
+# How many queries attend together in a layer with a window. More would compute more masked scores.
 BLOCK: Final = 128
 # The padding score in float16, where PADDING_SCORE would be -inf. A padding query may see nothing
 # but padding, and a row of -inf becomes NaN.
 HALF_PADDING_SCORE: Final = -3e4
-# Parts above the encoder in checkpoints saved with a head.
+# Prefixes of the names of parts above the encoder, in checkpoints saved with a head.
 IGNORED: Final = ("head.", "decoder.", "classifier.")
 
 
@@ -58,9 +58,9 @@ class ModernBertConfig:
     padding_id: int
     epsilon: float
     activation: str
-    # How far a token sees to either side, for each layer; None if it sees all tokens.
+    # For each layer, how far a token sees to either side; None if it sees all tokens.
     windows: Sequence[int | None]
-    # The base of the rotations, for each layer.
+    # For each layer, the base of the rotations.
     thetas: Sequence[float]
     quantization: Mapping[str, Any]
 
@@ -89,7 +89,7 @@ def read_config(checkpoint: Checkpoint, raw: Mapping[str, Any]) -> ModernBertCon
             quantization=dict(raw.get("quantization") or {}),
         )
     if config.heads < 1 or config.dimensions % (2 * config.heads):
-        raise checkpoint.failed("config.json: hidden_size is no even multiple of the heads")
+        raise checkpoint.failed("config.json: hidden_size / num_attention_heads is not even")
     return config
 
 
@@ -105,7 +105,7 @@ def _local_layers(raw: Mapping[str, Any]) -> list[bool]:
 
 
 def _thetas(checkpoint: Checkpoint, raw: Mapping[str, Any]) -> tuple[float, float]:
-    """Return the base of the rotations of global layers, and of local ones."""
+    """Return the base of the rotations in global layers, and the base in local layers."""
     rope_parameters = raw.get("rope_parameters") or {}
     full, local = (
         rope_parameters.get("full_attention") or {},
@@ -151,8 +151,8 @@ class Span:
 def make_spans(
     length: int, mask: mx.array | None, window: int | None, block: int, dtype: mx.Dtype
 ) -> list[Span]:
-    """Cut a row's queries into blocks. With a window, each block sees only the keys within its
-    reach. `mask`, (rows, length), is true at real tokens.
+    """Cut a row's queries into blocks. With a window, a block sees only the keys that are
+    near enough. `mask`, (rows, length), is true at real tokens.
     """
     # A token sees tokens at most `window` away: transformers, masking_utils.py,
     # sliding_window_bidirectional_overlay.
@@ -173,7 +173,7 @@ def make_spans(
 
 @dataclass(frozen=True, slots=True)
 class ModernBertLayer:
-    """Attention, then a gated product. Each normalizes its input and adds its result to x."""
+    """Attention, then a gated product: each is computed from x normalized, and added to x."""
 
     attention_norm: Norm | None
     qkv: Dense

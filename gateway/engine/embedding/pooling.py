@@ -38,8 +38,8 @@ _OLD_KEYS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """The steps from token ids to a vector: the model in its subfolder, the pooling, linear layers,
-    and whether to normalize.
+    """The steps from token ids to a vector: the subfolder of the model, the pooling, linear layers,
+    and whether vectors are normalized.
     """
 
     transformer: str
@@ -51,8 +51,8 @@ class Recipe:
 def read_recipe(checkpoint: Checkpoint, pooling: str | None, normalize: bool | None) -> Recipe:
     """Read modules.json and the modules' own files.
 
-    `pooling` and `normalize` come from models.yaml and override the folder's. If neither states a
-    setting, ModelLoadFailed names the key to set.
+    `pooling` and `normalize` come from models.yaml and override the folder's settings. If a setting
+    is in neither place, ModelLoadFailed names the key to set.
     """
     if pooling is not None and pooling not in get_args(Mode):
         raise checkpoint.failed(f"`pooling:` in models.yaml is `{pooling}`, not mean, cls or last")
@@ -64,7 +64,7 @@ def read_recipe(checkpoint: Checkpoint, pooling: str | None, normalize: bool | N
         normalize = "Normalize" in paths
     if pooling is None:
         raise checkpoint.failed(
-            "its folder does not say how token vectors become one: "
+            "its folder does not say how token vectors become one vector: "
             "set `pooling:` (mean, cls or last) in models.yaml"
         )
     if normalize is None:
@@ -145,7 +145,7 @@ def read_projections(checkpoint: Checkpoint, recipe: Recipe, dimensions: int) ->
         inputs, outputs = layer.dense.weight.shape
         if inputs != dimensions:
             raise checkpoint.failed(
-                f"a linear layer after its pooling has {inputs} inputs, where vectors have "
+                f"a linear layer after the pooling has {inputs} inputs, where vectors have "
                 f"{dimensions} dimensions"
             )
         dimensions = outputs
@@ -189,7 +189,7 @@ def _projection(weights: Mapping[str, mx.array], module: str, activation: str) -
 def pool(hidden: mx.array, lengths: mx.array, mask: mx.array | None, mode: Mode) -> mx.array:
     """Make one float32 vector of each row of (rows, tokens, dimensions), padded on the right.
 
-    `lengths` are the rows' numbers of real tokens; `mask` is true at real tokens, None if all are.
+    `lengths` has each row's number of real tokens; `mask` is true at real tokens, None if all are.
     """
     hidden = hidden.astype(mx.float32)
     if mode == "cls":

@@ -1,7 +1,7 @@
 """BERT with rotary positions: nomic-bert, GTE and jina-embeddings-v3.
 
-transformers has a class for each (models/nomic_bert, gte and jina_embeddings_v3). Their files keep
-the weights' names from the time when the models brought their own code.
+transformers has a class for each (models/nomic_bert, gte and jina_embeddings_v3). The models' files
+keep the weights' names from the time when each model came with its own code.
 """
 
 import re
@@ -15,8 +15,8 @@ import mlx.core as mx
 from gateway.engine.embedding.bert import Bert, BertConfig, read_config
 from gateway.engine.models.checkpoint import Checkpoint
 
-# Patterns of names, each with its replacement: transformers' names (conversion_mapping.py) and
-# BERT's. Several replacements split an array that has the rows of several products.
+# Patterns of weights' names, each with its replacement in BERT's names, as in transformers'
+# conversion_mapping.py. Several replacements split an array that has the rows of several products.
 _NAMES: Final = (
     (r"^(nomic_bert|gte|new|roberta)\.", ""),
     (r"^emb_ln\.", "embeddings.LayerNorm."),
@@ -33,7 +33,7 @@ _NAMES: Final = (
     (r"\.mlp\.fc12\.", ".intermediate.gate."),
     (r"\.mlp\.(down_proj|fc2)\.", ".output.dense."),
 )
-# The keys of nomic-bert's config.json before transformers had its class, and the later keys.
+# Keys of nomic-bert's config.json before transformers had a class for it, with the later keys.
 _FORMER_KEYS: Final = {
     "n_embd": "hidden_size",
     "n_layer": "num_hidden_layers",
@@ -79,7 +79,7 @@ class RotaryBert(Bert):
             keys["hidden_act"] = "silu"
         config = read_config(checkpoint, keys)
         if config.dimensions % (2 * config.heads):
-            raise checkpoint.failed("config.json: hidden_size is no even multiple of the heads")
+            raise checkpoint.failed("config.json: hidden_size / num_attention_heads is not even")
         with checkpoint.reading_config():
             theta, factor = cls._read_rope(checkpoint, keys, config.dimensions // config.heads)
         if not (0 < theta < inf and 0 < factor < inf):

@@ -1,6 +1,6 @@
 """Tokenizing texts for embedding models exactly as sentence-transformers does.
 
-The tokenizer is set up once, at load. No call here changes it: a change while another thread
+The tokenizer is set up once, at load, and no later call changes it: a change while another thread
 encodes would raise "Already borrowed".
 """
 
@@ -48,8 +48,8 @@ class TextTokenizer:
     def encode_start(
         self, texts: Sequence[str], limit: int, *, with_specials: bool = True
     ) -> list[list[int]]:
-        """Return ids as `encode` does, but of a long text perhaps only the first ones: enough for
-        `truncate` to return the same.
+        """Return ids as `encode` does, but of a long text perhaps only the first ids: enough for
+        `truncate` to return the same as from all ids.
         """
         # A text is cut before it is encoded only if that is safe. Words are encoded one by one, and
         # the cut can only change the word and the spaces before it, so more than three words must
@@ -77,7 +77,7 @@ class TextTokenizer:
         return [rows[i] for i in range(len(texts))]
 
     def truncate(self, ids: Sequence[int], limit: int) -> list[int]:
-        """Cut ids to `limit` tokens, special tokens included. Those at both ends are kept."""
+        """Cut ids to `limit` tokens, counting the special tokens at both ends, which stay."""
         if len(ids) <= limit:
             return list(ids)
         end = len(ids) - self._after
@@ -85,7 +85,7 @@ class TextTokenizer:
         return [*ids[: self._before], *body, *ids[end:]]
 
     def cut(self, ids: Sequence[int], keep: int) -> Sequence[int]:
-        """Cut ids without special tokens to at most `keep`, on the side where the model does."""
+        """Cut ids without special tokens to at most `keep`, on the side that the model cuts."""
         if self._cut_left:
             return ids[max(0, len(ids) - keep) :]
         return ids[:keep]
@@ -93,7 +93,7 @@ class TextTokenizer:
 
 @dataclass(frozen=True, slots=True)
 class PairTemplate:
-    """The special tokens around two texts."""
+    """The special tokens around and between two texts."""
 
     before: tuple[int, ...]
     between: tuple[int, ...]
@@ -157,11 +157,11 @@ def read_pair_template(checkpoint: Checkpoint, tokenizer: TextTokenizer) -> Pair
     if not first or not second or first[-1] > second[0]:
         raise checkpoint.failed("its tokenizer does not join two texts in their order")
     if probe.type_ids != sorted(probe.type_ids) or not set(probe.type_ids) <= {0, 1}:
-        raise checkpoint.failed(f"its tokenizer has token types {probe.type_ids} for a pair")
+        raise checkpoint.failed(f"its tokenizer gives a pair token types {probe.type_ids}")
     names = checkpoint.read_object("tokenizer_config.json").get("model_input_names")
     is_typed = bool(typed) and (names is None or "token_type_ids" in names)
     if is_typed and not first[-1] < typed[0] <= second[0]:
-        raise checkpoint.failed(f"its tokenizer has token types {probe.type_ids} for a pair")
+        raise checkpoint.failed(f"its tokenizer gives a pair token types {probe.type_ids}")
     return PairTemplate(
         before=tuple(probe.ids[: first[0]]),
         between=tuple(probe.ids[first[-1] + 1 : second[0]]),
@@ -213,7 +213,7 @@ def _lower_first(tokenizer: Tokenizer) -> None:
 
 
 def _special_ends(checkpoint: Checkpoint, tokenizer: Tokenizer) -> tuple[int, int, int | None]:
-    """Return the numbers of special tokens before and after a text, and the last one's id."""
+    """Return the numbers of special tokens before and after a text, and the id of the last."""
     probe = tokenizer.encode("a")
     body = [i for i, special in enumerate(probe.special_tokens_mask) if not special]
     if not body:

@@ -35,12 +35,12 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class AdapterFiles:
-    """An adapter's folder, with the config and the header of the weights read."""
+    """An adapter's folder, and the contents of its config and of its weights' header."""
 
-    folder: Checkpoint  # also names the adapter in errors
+    folder: Checkpoint  # errors that it makes name the adapter
     rank: int
     scale: float
-    # The shapes of a module's two factors, by the module's name.
+    # The shapes of lora_a and lora_b for each adapted module, by the module's name.
     shapes: Mapping[str, tuple[Shape, Shape]]
 
     @property
@@ -49,7 +49,7 @@ class AdapterFiles:
         return sum(math.prod(shape) for both in self.shapes.values() for shape in both)
 
     def factors(self) -> dict[str, tuple[mx.array, mx.array]]:
-        """Open the factors of each module; they are read when evaluated. Must run on the lane."""
+        """Return each module's factors, which are read when evaluated. Must run on the lane."""
         with self.folder.blame():
             arrays = mx.load(str(self.folder.folder / WEIGHTS))
             assert isinstance(arrays, dict)  # mx.load returns a dict for safetensors
@@ -98,13 +98,13 @@ def _read_config(files: Checkpoint, config: Mapping[str, Any]) -> tuple[int, flo
 def _pair(
     files: Checkpoint, tensors: Mapping[str, Tensor], rank: int
 ) -> dict[str, tuple[Shape, Shape]]:
-    """Return the shapes of each module's two factors, or raise naming the first that is wrong."""
+    """Return the shapes of each module's factors. Raise ModelLoadFailed for a wrong one."""
     if not tensors:
         raise files.failed(f"{WEIGHTS} has no weights")
     unknown = [name for name in tensors if name.rpartition(".")[2] not in _FACTORS]
     if unknown:
         is_dora = any(name.endswith(".m") for name in unknown)
-        kind = "DoRA's magnitudes" if is_dora else "weights that are no lora_a or lora_b"
+        kind = "DoRA's magnitudes" if is_dora else "weights that are neither lora_a nor lora_b"
         raise files.failed(f"{WEIGHTS} has {kind}: {join_names(unknown)}")
     for name, tensor in tensors.items():
         if tensor.dtype not in _DTYPES:
@@ -137,24 +137,25 @@ _Module: Any = Module  # untyped in mlx's stubs
 
 @dataclass(frozen=True, slots=True)
 class _Places:
-    """The places, in a stack, of the factors of a pass's rows."""
+    """Where a stack has the factors that the rows of a pass need."""
 
-    only: int | None  # the place of every row's factors, if it is the same
-    index: mx.array  # (rows,), the place of each row's factors
-    mask: mx.array | None  # (rows, 1, 1) bool: True for rows with an adapter; None if all have one
+    only: int | None  # the place in the stack, if all rows have the same adapter
+    index: mx.array  # (rows,), each row's place in the stack
+    # (rows, 1, 1) bool: True for rows whose adapter is in the stack; None if all rows' are.
+    mask: mx.array | None
 
 
 class _Rows:
-    """The numbers of the adapters of a pass's rows."""
+    """The number of each row's adapter in a pass, and where stacks have these adapters."""
 
     def __init__(self, numbers: tuple[int, ...]) -> None:
         self.numbers = numbers
-        # The lookups so far: modules with the same adapters share one.
+        # The results of `find` by its argument: modules with the same adapters share a result.
         self._found: dict[tuple[int, ...], _Places | None] = {}
 
     def find(self, numbers: tuple[int, ...]) -> _Places | None:
-        """Return the places of the rows' factors in a stack of these adapters; None if no row has
-        one.
+        """Return where a stack of these adapters has the rows' factors; None if no row uses an
+        adapter of the stack.
         """
         if numbers not in self._found:
             self._found[numbers] = self._look_up(numbers)
@@ -178,13 +179,13 @@ class _Pass:
 
     def __init__(self) -> None:
         self.rows: _Rows | None = None  # None if no row has an adapter
-        # True if the device has a kernel of mx.gather_mm for the factors.
+        # True if the device has a kernel of mx.gather_mm for the factors' type.
         self.gathers = False
 
 
 class _Stack(_Module):  # type: ignore[misc]
-    """The factors of those adapters of a module that have the same rank: `lora_a`, (adapters, in,
-    rank), and `lora_b`, (adapters, rank, out).
+    """A module's factors of all adapters that have the same rank, stacked as `lora_a`, (adapters,
+    in, rank), and `lora_b`, (adapters, rank, out).
     """
 
     def __init__(self, numbers: Sequence[int], lora_a: mx.array, lora_b: mx.array) -> None:
@@ -277,7 +278,7 @@ class AdaptedLinear(_Module):  # type: ignore[misc]
 
 
 class Adapters:
-    """The adapters of a model. Each has a number, which is never used again."""
+    """The adapters of a model. Each has a number that no later adapter gets."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -289,7 +290,7 @@ class Adapters:
 
     @contextlib.contextmanager
     def applied(self, numbers: Sequence[int]) -> Iterator[None]:
-        """While entered, a pass's rows use these adapters, by number; NONE is the base alone."""
+        """While entered, row i uses the adapter `numbers[i]`; NONE means the base model alone."""
         if any(numbers):
             if self._rows.numbers != tuple(numbers):
                 self._rows = _Rows(tuple(numbers))
@@ -300,7 +301,7 @@ class Adapters:
             self._current.rows = None
 
     def add_in_steps(self, files: AdapterFiles) -> Generator[Adapter | None]:
-        """Read an adapter and add it, some modules per step; the last step yields it.
+        """Read an adapter and add it, some modules per step. The last step yields the Adapter.
 
         Passes may run between two steps. Raises ModelLoadFailed if the adapter does not fit the
         model. After an error, or if the generator is closed early, nothing of the adapter is left
@@ -328,7 +329,7 @@ class Adapters:
         yield Adapter(number, files.folder.name, added)
 
     def drop(self, number: int) -> None:
-        """Remove an adapter. A module without adapters is replaced by the base's own projection."""
+        """Remove an adapter. Modules that have no adapter left become plain projections again."""
         for path, module in list(self._modules.items()):
             module.drop(number)
             if not module.stacks:
@@ -340,7 +341,7 @@ class Adapters:
         self._modules.clear()
 
     def _adapted(self, path: str, linear: Any) -> AdaptedLinear:
-        """Return a projection's adapted module, putting it into the model if it isn't there."""
+        """Return the AdaptedLinear of a projection; put one into the model if there is none."""
         if path not in self._modules:
             self._modules[path] = AdaptedLinear(linear, self._current)
             self._put(path, self._modules[path])
@@ -381,7 +382,7 @@ class Adapters:
 def _prepare(
     files: AdapterFiles, path: str, factors: tuple[mx.array, mx.array], dtype: mx.Dtype
 ) -> tuple[mx.array, mx.array]:
-    """Read a module's factors in the model's type, with the scale multiplied into the second."""
+    """Read a module's factors as the model's type, and multiply lora_b by the scale."""
     with files.folder.blame():
         lora_a = factors[0].astype(dtype)
         lora_b = (factors[1].astype(mx.float32) * files.scale).astype(dtype)

@@ -1,6 +1,6 @@
 """A model's folder: reading its JSON files and safetensors, and computing the memory they need.
 
-Weights take long to read, so they are read in steps: other work may have the lane in between.
+Weights take long to read, so they are read in steps, between which other work may have the lane.
 
 Pickled weights are never opened: unpickling runs the code in them.
 """
@@ -25,10 +25,10 @@ from gateway.registry import is_gguf
 _INDEX = "model.safetensors.index.json"
 # A disk that gives 2.5 GB/s reads a slice in about a tenth of a second.
 SLICE_BYTES: Final = 256 << 20
-# The format's own bound on a header; a broken file may state a greater length.
+# The longest header that the format allows; a broken file may state a greater length.
 HEADER_BYTES: Final = 100_000_000
 # mlx-lm's module for OLMo calls sys.exit at its import if the package it needs is missing.
-MISSING_PACKAGE: Final = "mlx-lm's class for the model_type of config.json wants another package"
+MISSING_PACKAGE: Final = "mlx-lm's class for this model_type needs a package that is not installed"
 KV_GROUP_SIZES: Final = (64, 32)
 # The part of an array's name that marks weights for images, sound or drafts, which mlx-lm drops.
 TOWER: Final = r"visual|(embed_)?(vision|audio)\w*|\w*(projector|tower|embedder)|mtp\w*"
@@ -45,7 +45,7 @@ class Tensor:
 
 
 class Listing(Protocol):
-    """The facts in a model's files, a folder or a GGUF file, that are known before its weights are
+    """A model's folder or GGUF file, as far as it can be described before its weights are
     read.
     """
 
@@ -53,7 +53,7 @@ class Listing(Protocol):
         """Return the error that says why this model cannot be loaded."""
 
     def config(self) -> Mapping[str, Any]:
-        """Return the content of config.json, or its equivalent."""
+        """Return the content of config.json, or the equivalent in a GGUF file."""
 
     def tensors(self) -> Mapping[str, Tensor]:
         """List every array by its name in mlx-lm's model."""
@@ -80,7 +80,7 @@ class Checkpoint:
             raise self.failed(f"{about}{type(reason).__name__}: {reason}") from error
 
     def inside(self, path: str) -> "Checkpoint":
-        """Return a subfolder as the same model's checkpoint. Refuse a path that leads outside."""
+        """Return the checkpoint of a subfolder. Refuse a path that leads out of the folder."""
         folder = (self.folder / path).resolve()
         if not folder.is_relative_to(self.folder.resolve()):
             raise self.failed(f"modules.json points outside the model's folder: {path}")
@@ -127,8 +127,8 @@ class Checkpoint:
             raise self.failed(f"config.json has an invalid value: {error}") from error
 
     def read_modules(self) -> list[tuple[str, str]] | None:
-        """Return the class name and path of each of sentence-transformers' modules, in order; None
-        if there is no modules.json.
+        """Return the class name and path of each module that sentence-transformers' modules.json
+        lists, in order; None if there is no modules.json.
         """
         listing = self.read_json("modules.json")
         if listing is None:
@@ -151,11 +151,12 @@ class Checkpoint:
         return arrays
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the arrays that the headers of the safetensors list, by name, without towers.
+        """Return the arrays that the headers of the safetensors list, by name, except those for
+        images, sound and drafts.
 
         Raises ModelLoadFailed for a file that is not whole.
         """
-        has_towers = self.config().get("model_type") == "muse_spark"  # only its class keeps them
+        has_towers = self.config().get("model_type") == "muse_spark"  # no other class keeps them
         return {
             name: tensor
             for name, tensor in self.all_tensors().items()
@@ -163,7 +164,7 @@ class Checkpoint:
         }
 
     def all_tensors(self) -> dict[str, Tensor]:
-        """Read the headers of the safetensors: every array in them, towers' too.
+        """Return every array that the headers of the safetensors list, by name.
 
         Raises ModelLoadFailed for a file that is not whole.
         """
@@ -225,7 +226,7 @@ def _tensor(array: Mapping[str, Any]) -> Tensor:
 
 @contextlib.contextmanager
 def reading_tokenizer(checkpoint: Listing) -> Iterator[None]:
-    """Turn errors raised inside while a tokenizer is made, panics too, into ModelLoadFailed.
+    """While entered, turn errors in making a tokenizer, panics too, into ModelLoadFailed.
     Overloaded and Unavailable, which are not about the tokenizer, are raised unchanged.
     """
     try:
@@ -274,7 +275,7 @@ def dequantize(
 ) -> dict[str, mx.array]:
     """Dequantize the weights that have `scales`, as config.json's `quantization` says.
 
-    Its numbers apply to all modules except those with their own entry. Raises ModelLoadFailed.
+    A module's entry replaces the numbers that apply to all modules. Raises ModelLoadFailed.
     """
     unpacked = dict(arrays)
     for module in [n.removesuffix(".scales") for n in arrays if n.endswith(".scales")]:
@@ -305,7 +306,7 @@ def read_in_slices(
 
 
 def slices(arrays: Iterable[mx.array], slice_bytes: int) -> Iterator[list[mx.array]]:
-    """Cut arrays, in order, into lists of at most `slice_bytes`. A larger one has its own list."""
+    """Cut arrays, in order, into lists of at most `slice_bytes`. A larger array is alone."""
     slice_arrays: list[mx.array] = []
     room = slice_bytes
     for array in arrays:
@@ -343,8 +344,8 @@ def weights_bytes(
     is_packed: bool = False,
     tensors: Mapping[str, Tensor] | None = None,
 ) -> int:
-    """Count the bytes of the weights, or of these `tensors` of the files alone, in the type that
-    they are used in. On a CPU quantized weights are dequantized, unless the model `is_packed`.
+    """Count the bytes of all weights, or of `tensors` alone, in the type that they are computed
+    with. On a CPU, quantized weights count as dequantized unless `is_packed`.
 
     Raises ModelLoadFailed for files that are not whole.
     """
@@ -373,7 +374,7 @@ def must_stay_packed(
 ) -> bool:
     """Return True if a CPU has quantized weights but no room for them dequantized.
 
-    Products with quantized weights are 10 to 50 times slower there, but better than none.
+    With quantized weights, products on a CPU are 10 to 50 times slower, but the model runs.
     """
     return (
         device is Device.CPU
@@ -392,7 +393,7 @@ def kv_bytes(
     """Estimate the bytes of KV of `tokens` tokens, or of the model's context if that is shorter.
 
     Returns 0 if the config lacks the usual keys. `kv_bits` is ignored if some layers may have
-    sliding windows or states, which stay floating.
+    sliding windows or states, which are never quantized.
     """
     config = text_config(checkpoint.config())
     try:
@@ -414,8 +415,8 @@ def kv_bytes(
 
 
 def kv_group_size(head: int) -> int | None:
-    """Return how many values of a head share a scale and a bias in quantized KV; None if the head
-    can't be divided. mlx-lm's default is 64.
+    """Return how many of the `head` values share a scale and a bias in quantized KV; None if no
+    size divides them. mlx-lm's default is 64.
     """
     return next((size for size in KV_GROUP_SIZES if head % size == 0), None)
 
@@ -426,7 +427,7 @@ def _checkpoint_dtype(tensors: Mapping[str, Tensor]) -> mx.Dtype:
 
 
 def _group_size(checkpoint: Listing, module: str) -> int:
-    """Return the number of weights that share a scale: the module's own, or else the model's."""
+    """Return how many weights of a module share a scale, as config.json states it."""
     config = checkpoint.config()
     quantization = config.get("quantization") or config.get("quantization_config") or {}
     size = _module_quantization(quantization, module).get("group_size")
@@ -436,7 +437,7 @@ def _group_size(checkpoint: Listing, module: str) -> int:
 
 
 def _module_quantization(quantization: Mapping[str, Any], module: str) -> Mapping[str, Any]:
-    # The config's numbers apply to all modules except those with an entry of their own.
+    # A module's entry replaces the numbers that apply to all modules.
     stated = quantization.get(module)
     if isinstance(stated, Mapping):
         return stated

@@ -24,11 +24,11 @@ _CONSTANTS: Final[Mapping[str, Mapping[str, Any]]] = {
 }
 # Arguments of mlx-lm's classes that take the value of another key.
 _EQUALS: Final = {"gpt2": {"n_ctx": "n_positions"}, "lfm2": {"block_dim": "hidden_size"}}
-# transformers 5's names for kinds of layers, and mlx-lm's.
+# mlx-lm's names for kinds of layers, by transformers 5's names.
 _HYBRID: Final = {"linear_attention": "mamba", "full_attention": "attention"}
 _LAYERS: Final = {"granitemoehybrid": _HYBRID, "jamba": _HYBRID}
-# Families whose class reads the interval of layers with full attention, instead of a list of
-# layers. The value is the name of that key.
+# Families whose class in mlx-lm has a key for the interval at which layers have full attention,
+# and none for a list of layers. The value is the name of that key.
 _PATTERNS: Final = {
     **dict.fromkeys(("cohere2", "gemma3_text"), "sliding_window_pattern"),
     **dict.fromkeys(("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), "full_attention_interval"),
@@ -63,7 +63,7 @@ def write_for_mlx_lm(config: dict[str, Any]) -> None:
     for number in (config.get("rope_theta"), (config.get("rope_scaling") or {}).get("factor")):
         if number is not None and not (isinstance(number, int | float) and 0 < number < math.inf):
             raise ValueError(f"rope_theta or a factor is {number!r:.40}, not a positive number")
-    inner = config.get("attn_config") or {}  # DBRX's
+    inner = config.get("attn_config") or {}  # only DBRX has it
     if rope.get("rope_theta") and inner.get("rope_theta", rope["rope_theta"]) != rope["rope_theta"]:
         raise ValueError("rope_theta is not the same as in attn_config")
     if str(config.get("model_type")).startswith("minimax_m") and rope and "head_dim" in config:
@@ -83,7 +83,7 @@ def write_for_mlx_lm(config: dict[str, Any]) -> None:
 
 def _write_layers(config: dict[str, Any]) -> None:
     """Rewrite transformers' list of layer types in the form that mlx-lm's class of the family
-    reads. Raises ValueError if the class needs a fixed interval and the list has none.
+    reads. Raises ValueError if the class needs full attention at a fixed interval and it isn't.
     """
     kind, types = config.get("model_type"), config.get("layer_types")
     mixtures = config.get("mlp_layer_types")
@@ -98,7 +98,8 @@ def _write_layers(config: dict[str, Any]) -> None:
     names = _LAYERS.get(str(kind), {})
     config["layer_types"] = [names.get(each, each) for each in types]
     if kind == "ministral" and "full_attention" not in types:
-        del config["layer_types"]  # the class needs a full layer; the context is cut to a window
+        # The class needs a layer with full attention. `context` cuts texts to the window.
+        del config["layer_types"]
     elif kind == "exaone4" and "sliding_attention" in types:
         config["sliding_window_pattern"] = "".join(
             "G" if each == "full_attention" else "L" for each in types
@@ -111,9 +112,9 @@ def _write_layers(config: dict[str, Any]) -> None:
 
 
 def complete(config: dict[str, Any], arguments: type | None = None) -> None:
-    """Add the keys that a config lacks, with the values that transformers would use: an alias of
-    the key, a default, or a constant of its class. Lists are added only if the class has them among
-    its `arguments`.
+    """Add the keys that a config lacks, with the values that transformers would use: the value of
+    an alias, a default, or a constant of transformers' class. Lists are added only if mlx-lm's
+    class has them among its `arguments`.
     """
     kind = family(config)
     aliases, resolved = resolve(config)
@@ -134,11 +135,11 @@ def complete(config: dict[str, Any], arguments: type | None = None) -> None:
 
 @dataclass
 class _Nothing:
-    """No arguments."""
+    """The `arguments` of `complete` if none are given: it has no fields."""
 
 
 def classes_of(config: dict[str, Any]) -> Classes:
-    """Return the class of a model and that of its arguments, from mlx-lm or `own_classes`, and
+    """Return a model's class and its arguments' class, from mlx-lm or `own_classes`, and
     translate the config for them in place. Raises ValueError for a config that no class supports.
     """
     kind = config.get("model_type")

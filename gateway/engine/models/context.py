@@ -1,5 +1,5 @@
-"""A model's context in tokens: the value that its files state, lowered by models.yaml. This module
-doesn't import mlx.
+"""A model's context in tokens: the value that its files state, or a lower one in models.yaml. This
+module doesn't import mlx.
 """
 
 import json
@@ -13,15 +13,15 @@ from gateway.engine.models.gguf.architectures import read_config
 from gateway.engine.models.gguf.header import read_header
 from gateway.registry import is_gguf
 
-# The most tokens of a reranker's pair if models.yaml has no limit: the value in Qwen3's card.
+# The most tokens of a query with a document if models.yaml has no limit, as in Qwen3's card.
 PAIR_TOKENS: Final = 8192
 LLAMAS: Final = ("eurobert", "llama", "mistral", "qwen2", "qwen3")
-# The config's key for the context: of most families, of DBRX, and of GPT-2 and its kin.
+# The keys for the context in config.json: most families', DBRX's, and that of GPT-2 and its kin.
 POSITIONS: Final = ("max_position_embeddings", "max_seq_len", "n_positions")
-# Families that have windows in transformers and none in mlx-lm. Those in WINDOWED have them
+# Families that have windows in transformers and none in mlx-lm. Families in WINDOWED have windows
 # whenever `sliding_window` is a number; the value here is transformers' default for a config
-# without the key. Those in SWITCHED have a further condition; the value here is transformers'
-# default for `max_window_layers`, the first layer with a window.
+# without the key. Families in SWITCHED have them on a further condition (`_has_windows`); the
+# value here is transformers' default for `max_window_layers`, the first layer with a window.
 WINDOWED: Final = {
     "gemma2": 4096,
     "mistral": 4096,
@@ -54,9 +54,9 @@ def full_attention_share(config: Mapping[str, Any]) -> float:
 
 
 def lower_context(config: Mapping[str, Any], asked: int | None) -> int | None:
-    """Return the most tokens of a prompt with its answer. This is `asked` or, if that is None, the
-    length up to which mlx-lm's class follows the config, but never more than the config's stated
-    context. None if there is no limit.
+    """Return the most tokens that a prompt and its answer may have together; None for no limit.
+    This is `asked` or, if that is None, the length up to which mlx-lm's class follows the config,
+    but never more than the context that the config states.
     """
     text = text_config(config)
     stated = next((text[key] for key in POSITIONS if text.get(key)), None)
@@ -66,8 +66,8 @@ def lower_context(config: Mapping[str, Any], asked: int | None) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """The length, in tokens, up to which mlx-lm's class follows the config, and the key that it
-    ignores in longer texts.
+    """A number of tokens up to which mlx-lm's class follows the config, and the key of the config
+    that the class ignores in longer texts.
     """
 
     tokens: int
@@ -87,9 +87,9 @@ def list_limits(config: Mapping[str, Any]) -> list[Limit]:
         if original and int(original) < int(text.get("max_position_embeddings") or 0):
             # Longer texts are rotated by other factors, from their first token on.
             found.append(Limit(int(original), "long_factor"))
-    if config.get("model_type") == "llama4_text":  # the class for `llama4` has both
+    if config.get("model_type") == "llama4_text":  # the class for `llama4` reads the keys
         found += [
-            Limit(int(text.get(key) or 8192), key)  # transformers' default of both
+            Limit(int(text.get(key) or 8192), key)  # transformers' default for either key
             for key in ("attention_chunk_size", "floor_scale")
             if key != "floor_scale" or text.get("attn_temperature_tuning", True)
         ]
@@ -97,7 +97,7 @@ def list_limits(config: Mapping[str, Any]) -> list[Limit]:
 
 
 def pair_context(config: Mapping[str, Any], lowered: int | None) -> int:
-    """Return the most tokens of a pair that a causal model with this config scores."""
+    """Return the most tokens of a query with a document that a causal reranker scores."""
     positions = lower_context(config, lowered) or PAIR_TOKENS
     return min(positions, lowered or PAIR_TOKENS)
 
@@ -140,7 +140,7 @@ def ignored_window(text: Mapping[str, Any]) -> int | None:
 
 def _has_windows(kind: str, text: Mapping[str, Any], layers: Sequence[str] | None) -> bool:
     """Return True if a layer has a window, as transformers' config classes decide it."""
-    if kind == "ministral":  # mlx-lm's class has windows if some layer has none
+    if kind == "ministral":  # mlx-lm's class ignores windows if all layers have one
         return "full_attention" not in (layers or ())
     if layers and kind != "qwen3_moe":  # qwen3_moe's config has no such list
         return "sliding_attention" in layers

@@ -1,5 +1,5 @@
-"""Corrections of faults in mlx-lm's classes, made in a built model: one function for each, with its
-source. docs/upstream.md has a reproduction of each fault.
+"""Corrections of faults in mlx-lm's classes, made in a built model. Each function corrects one
+fault. docs/upstream.md says how to reproduce them.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -77,7 +77,7 @@ def _correct_activation(model: Any, text: Mapping[str, Any], reads: Callable[[st
     for key in ("hidden_act", "hidden_activation"):
         built_in = _ACTIVATIONS.get(str(default_of(text, key)[1]))
         stated = text.get(key)
-        is_own = text.get("model_type") == "gpt_oss"  # transformers also has it built in
+        is_own = text.get("model_type") == "gpt_oss"  # transformers ignores the key, too
         if stated is None or built_in is None or is_own or reads(key):
             continue
         activation = _ACTIVATIONS.get(str(stated))
@@ -102,7 +102,7 @@ def _gated(model: Any) -> Iterator[tuple[Any, str, Any]]:
 
 
 class Mixture(Module):
-    """A mixture whose experts are chosen and weighted as in transformers."""
+    """A mixture of experts that are chosen and weighted as in transformers."""
 
     def __init__(self, mixture: Any, bias: mx.array | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # its stub has no types
@@ -141,8 +141,8 @@ def _correct_routers(model: Any, weights: Mapping[str, mx.array]) -> None:
 
 
 def _scale_keys(model: Any, multiplier: float) -> None:
-    """Scale Falcon-H1's attention scores by the multiplier of its keys, which mlx-lm looks for
-    under another name than the files use: transformers, models/falcon_h1.
+    """Scale Falcon-H1's attention scores by `key_multiplier`, as in transformers, models/falcon_h1.
+    mlx-lm looks for arrays named `key_proj` to scale, but the files name them `k_proj`.
     """
     for layer in model.layers:
         layer.self_attn.scale *= multiplier

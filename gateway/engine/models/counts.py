@@ -1,7 +1,7 @@
 """Bounds for the numbers in a model's files that decide sizes, checked before the numbers are used.
 
 A number's name decides its bound. Each layer and each loop costs Python objects and time; each head
-and each expert costs memory; a width is limited by the arrays in the files, a context by none.
+and each expert costs memory; widths are limited by the arrays in the files, contexts are not.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from typing import Any, Final
 MOST_LAYERS: Final = 1000
 MOST_PARTS: Final = 1 << 14
 MOST_WIDTH: Final = 1 << 24  # the largest vocabularies have 2^18 tokens
-MOST_POSITIONS: Final = 131_072  # the most if a table has a row for each position
+MOST_POSITIONS: Final = 131_072  # for models with a table that has a row for each position
 MOST_CONTEXT: Final = (1 << 31) - 1
 
 # The first pattern that matches a whole name decides its bounds.
@@ -31,7 +31,7 @@ _BOUNDS: Final = tuple(
         (r"\w*(topk|top_k|conv|expand|expansion)\w*|mamba_\w+|moe_(k|capacity)", 0, MOST_WIDTH),
     )
 )
-# The names of the number of layers in mlx-lm's classes.
+# The names by which mlx-lm's classes call the number of layers.
 _DEPTHS: Final = frozenset(
     {"num_hidden_layers", "n_layers", "n_layer", "num_layers", "num_transformer_layers"}
 )
@@ -48,7 +48,7 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def bound_of(key: str) -> tuple[int, int] | None:
-    """Return the least and greatest value of a key of config.json; None if it decides no size."""
+    """Return the least and greatest value of a key of config.json; None for keys without bounds."""
     return next(((least, most) for name, least, most in _BOUNDS if name.fullmatch(key)), None)
 
 
@@ -89,8 +89,8 @@ def check_depth(config: Mapping[str, Any], arguments: type, names: Iterable[str]
     """Raise ValueError if a model with these arguments would have more layers than there are layer
     numbers in the arrays' names.
     """
-    # The number of layers, by the part of a name before its layer number. Some layers may have no
-    # arrays.
+    # The number of layers, by the part of an array's name before the layer's number. Numbers may
+    # be missing, as a layer may have no arrays.
     depths: dict[str, int] = {}
     for match in filter(None, map(_LAYER.match, names)):
         depths[match[1]] = max(depths.get(match[1], 0), 1 + int(match[2][:9]))

@@ -1,7 +1,7 @@
 """Faster replacements for functions of mlx-lm's decoders.
 
-On a CPU, SwiGLU and attention are replaced: there, mlx computes exp, and products with quantized
-keys, one element at a time, and SwiGLU and softmax take a third to a half of a prefill. Metal and
+On a CPU, SwiGLU and attention are replaced: mlx computes exp and products with quantized keys one
+element at a time there, so that SwiGLU and softmax take a third to a half of a prefill. Metal and
 CUDA have fast kernels and keep mlx-lm's functions. On any device, several projections of one input
 are fused into one product if models.yaml says so.
 """
@@ -29,13 +29,13 @@ _own_attention: Final[Any] = base.scaled_dot_product_attention
 # and keeps all traces.
 _ROWS: Final = 64
 # Attention is computed for this many queries at a time: their scores stay in the processor's cache,
-# and under a causal mask the keys after them are left out. Below _FEWEST_QUERIES, mlx's own
+# and under a causal mask the keys after the last one are left out. Below _FEWEST_QUERIES, mlx's own
 # attention is as fast.
 _QUERIES: Final = 64
 _FEWEST_QUERIES: Final = 16
 _Packed: TypeAlias = tuple[mx.array, mx.array, mx.array]  # codes, scales and biases of mx.quantize
-# The score of a masked position: the lowest finite number, as -inf would make NaN of a row that is
-# all padding.
+# The score of a masked position: the lowest finite number, as -inf would turn a row that is
+# all padding into NaN.
 _MASKED: Final = mx.finfo(mx.float32).min
 
 
@@ -171,9 +171,9 @@ def attend_packed(
 
 
 def _codes(packed: mx.array, group: int, bits: int, group_size: int) -> list[mx.array]:
-    """Return a group's codes as float arrays, (rows, heads, places, n): one for 8 bits; for 4 bits,
-    the codes at even indices and those at odd ones. The first code is in the lowest bits of a
-    little-endian word.
+    """Return a group's codes as float arrays, (rows, heads, places, n): one array for 8 bits; for
+    4 bits, one of the codes at even indices and one of those at odd indices. The first code is in
+    the lowest bits of a little-endian word.
     """
     words = group_size * bits // 32
     codes = mx.view(packed[..., group * words : (group + 1) * words], mx.uint8)
@@ -185,7 +185,7 @@ def use_cpu_kernels(model: Any) -> None:
     """Use `swiglu` and `attend` in a model of mlx-lm's, and in all models with the same classes,
     and `rotate` in all models.
 
-    mlx-lm's modules import the first two by name, so they are replaced in those modules.
+    mlx-lm's Python modules import SwiGLU and attention by name, so both are replaced in each.
     """
     mlx: Any = mx
     mlx.fast.rope = rotate
@@ -205,7 +205,7 @@ _ARRAYS: Final = ("weight", "bias", "scales", "biases")  # arrays whose first ax
 
 
 class _Product:
-    """A product that computes several projections at once. Each projection takes its part once."""
+    """A matrix product for several projections. Each takes its part of the result once."""
 
     def __init__(self, linear: Module, widths: Sequence[int]) -> None:
         self._linear: Any = linear
@@ -225,7 +225,7 @@ class _Product:
 
 
 class FusedProjection(Module):
-    """One of several projections fused into a product. The first holds all weights, as `fused`."""
+    """A projection fused with others. The first of them holds all weights, as `fused`."""
 
     def __init__(self, product: _Product, index: int, fused: Module | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # its stub has no types
@@ -244,7 +244,7 @@ def fuse_projections(model: Any) -> Generator[None, None, int]:
     of fused groups.
 
     Results differ from those of separate products by rounding. A projection is left alone if no
-    other in its group has its number format. Must run on the lane.
+    other in its group has the same number format. Must run on the lane.
     """
     count = 0
     for module in model.modules():
@@ -262,7 +262,7 @@ def fuse_projections(model: Any) -> Generator[None, None, int]:
 
 
 def _alike(module: Module, group: Sequence[str]) -> list[list[str]]:
-    """Return lists of the names in a module's group whose projections can be fused."""
+    """Return lists of the names in `group` whose projections in a module can be fused."""
     forms: dict[tuple[Any, ...], list[str]] = {}
     for name in group:
         part = module.get(name)
@@ -272,15 +272,15 @@ def _alike(module: Module, group: Sequence[str]) -> list[list[str]]:
 
 
 def _form(part: Any) -> tuple[Any, ...]:
-    """Return the properties that fused projections must have in common: their arrays' types,
-    inputs, and quantization.
+    """Return the properties that fused projections must have in common: the types
+    and input sizes of their arrays, and their quantization.
     """
     arrays = [(name, part[name].dtype, part[name].shape[1:]) for name in _ARRAYS if name in part]
     return type(part), *arrays, *quantization_of(part)
 
 
 def _concatenate(parts: Sequence[Any]) -> Module:
-    """Concatenate the arrays of all modules into the first, and return it."""
+    """Concatenate the arrays of all parts into the first part, and return that."""
     fused: Module = parts[0]
     for name in _ARRAYS:
         if name in fused:

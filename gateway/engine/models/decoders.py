@@ -1,4 +1,4 @@
-"""Loading one of mlx-lm's decoders in the form that is fast on a device, and evaluating its long
+"""Loading one of mlx-lm's decoders in the form that is fast on a device, and evaluating long
 passes in parts.
 """
 
@@ -41,14 +41,14 @@ def open_decoder(
     classes: Callable[[dict[str, Any]], tuple[Any, type]] = classes_of,
 ) -> tuple[Any, dict[str, Any]]:
     """Return mlx-lm's model, whose weights are not read yet, and its config. Must run on the lane.
-    No text will be longer than `context` tokens. `classes` returns the model's class for a config.
+    The caller keeps texts to `context` tokens. `classes` returns the model's class for a config.
     Code from the folder is never run. Raises ModelLoadFailed.
     """
     weights = checkpoint.weights()  # refuses a folder without whole safetensors, naming the file
     checkpoint.config()  # refuses numbers beyond their bounds, naming the key
 
     def bounded_classes(config: dict[str, Any]) -> tuple[Any, type]:
-        # The weights decide, as mlx-lm's classes and transformers have different defaults for it.
+        # The weights decide, as this key has different defaults in mlx-lm and in transformers.
         config.setdefault("tie_word_embeddings", not any(map(_HEAD.search, weights)))
         chosen = classes(config)
         check_depth(config, chosen[1], weights)
@@ -76,7 +76,7 @@ def open_decoder(
 class Numbers:
     """The number formats of a chat model's weights and KV."""
 
-    dtype: str | None = None  # None: the checkpoint's own type
+    dtype: str | None = None  # None: the type that the files have
     is_packed: bool = False  # weights stay quantized on a CPU too: `must_stay_packed` decides
     is_fused: bool = False  # projections of the same input are fused into one product
     kv_bits: int | None = None
@@ -101,9 +101,9 @@ def read_decoder(
     """Read a folder or a GGUF file as mlx-lm's model, in steps; with a `share`, only this rank's
     part of it. Must run on the lane.
 
-    No text will be longer than `context` tokens. `note` is called with a sentence for each kind of
+    The caller keeps texts to `context` tokens. `note` is called with a sentence for each kind of
     weights that nothing reads. Quantized weights that the device has no kernel for are dequantized,
-    and `report` is called with them. The KV is not quantized yet. Raises ModelLoadFailed.
+    and `report` is told of them. The KV is quantized elsewhere. Raises ModelLoadFailed.
     """
     if isinstance(checkpoint, GgufCheckpoint):
         if share is not None:
@@ -136,7 +136,7 @@ def is_known(architecture: str) -> bool:
 
 
 def parameters(model: Any) -> list[mx.array]:
-    """List every array of a model. Those that it computes by itself come last."""
+    """List every array of a model. Arrays that the model computes itself come last."""
     named: Any = tree_flatten(model.parameters())
     own = [value for module in model.modules() for key, value in module.items() if key[0] == "_"]
     return [array for _, array in named] + [each for each in own if isinstance(each, mx.array)]
@@ -150,7 +150,7 @@ def floating_dtype(model: Any) -> mx.Dtype:
 
 class LayerGroups:
     """Evaluates a pass of a model in groups of layers: one group for each `pass_s` seconds that the
-    last pass took. With None, passes are never divided.
+    last pass took. If `pass_s` is None, passes are never divided.
     """
 
     def __init__(self, pass_s: float | None) -> None:
@@ -159,7 +159,7 @@ class LayerGroups:
 
     @contextmanager
     def applied(self, model: Any) -> Iterator[None]:
-        """While entered, one pass is built: evaluate it in groups of layers, and time it."""
+        """While entered, evaluate the pass that is built in groups of layers, and time it."""
         if self._pass_s is None:
             yield
             return

@@ -2,10 +2,11 @@
 
 On a CPU, mlx computes exp, erf and tanh one element at a time (10 to 60 ns each), but sums,
 products and shifts with vector instructions (0.1 ns), in one pass over the array for each
-operation. So on a CPU these three are built here from few sums, products and shifts. If
-`mx.compile` finds a g++, it fuses those into one or two passes (2.2 times as fast for GELU, 1.7 for
-exp), with one trace for all shapes. Normalizations are not compiled: mlx turns broadcasts into slow
-loops, which would take twice as long. On Metal and CUDA mlx's own functions are fast.
+operation. So on a CPU exp, erf and tanh are built here from few sums, products and shifts. If
+`mx.compile` finds a g++, it fuses these operations into one or two passes (2.2 times as fast for
+GELU, 1.7 for exp), with one trace for all shapes. Normalizations are not compiled: mlx turns
+broadcasts into slow loops, which would take twice as long. On Metal and CUDA mlx's own functions
+are fast.
 """
 
 import math
@@ -21,7 +22,7 @@ from mlx.nn.layers import activations
 from gateway.engine.device import Device
 
 LOG2_E: Final = math.log2(math.e)
-# The bounds that the exponents of `exp2` are clipped to.
+# The bounds to which `exp2` clips its argument.
 LEAST: Final = -125.0
 MOST: Final = 126.0
 
@@ -40,10 +41,10 @@ def exp2(x: mx.array) -> mx.array:
 
 
 # Compiled as two functions, because a view inside a compiled function would tie its trace to one
-# shape, and mlx keeps every trace.
+# shape of x, and mlx keeps every trace.
 @partial(mx.compile, shapeless=True)
 def _split(x: mx.array) -> tuple[mx.array, mx.array]:
-    """Return x's integer part in the lowest bits of a float, and 2 to the power of the rest."""
+    """Return x's integer part, in the lowest bits of a float, and 2^(x's fraction)."""
     x = mx.clip(x, LEAST, MOST)
     shifted = x + _ROUND
     fraction = x - (shifted - _ROUND)
@@ -77,12 +78,12 @@ QUERY_BLOCK: Final = 32
 
 @dataclass(frozen=True, slots=True)
 class Arithmetic:
-    """The functions for one device that an encoder computes with."""
+    """The functions that an encoder computes with on one device."""
 
     activation: Activation
     attend: Attention
     normalize: Normalization
-    query_scale: float  # folded into the query weights at load
+    query_scale: float  # the query weights are multiplied by it at load
 
 
 def arithmetic(
@@ -142,7 +143,7 @@ def silu(x: mx.array) -> mx.array:
 
 
 def attend_base2(q: mx.array, k: mx.array, v: mx.array, bias: mx.array | None) -> mx.array:
-    """Return float32 attention with a softmax in base 2: log2(e) is in the query weights.
+    """Return float32 attention with a softmax in base 2: the query weights include log2(e).
 
     q, k, v are (rows, heads, tokens, head size); bias is added to the scores.
     """
@@ -161,14 +162,14 @@ def attend_base2(q: mx.array, k: mx.array, v: mx.array, bias: mx.array | None) -
 
 
 def attend_fused(q: mx.array, k: mx.array, v: mx.array, bias: mx.array | None) -> mx.array:
-    """Return attention from mlx's own kernel. The scale is in the query weights already."""
+    """Return attention from mlx's kernel. The query weights include the scale."""
     return mx.fast.scaled_dot_product_attention(q, k, v, scale=1.0, mask=bias)
 
 
 def layer_norm_by_products(dimensions: int) -> Normalization:
     """Return a layer normalization that averages by products with a column of 1 / dimensions."""
-    # BLAS adds up a row with vector instructions, mlx's sums one by one: 0.2 against 0.5 ns an
-    # element.
+    # BLAS adds up a row with vector instructions, 0.2 ns an element; mlx's sum adds elements one by
+    # one, 0.5 ns.
     average = mx.full((dimensions, 1), 1 / dimensions)
     # Evaluated here, on the loading thread, because several streams read it later.
     mx.eval(average)
@@ -217,7 +218,7 @@ def make_rotation(
 
 
 def rotation_table(theta: float, size: int, positions: int, factor: float = 1.0) -> mx.array:
-    """Return (2, positions, size): the factors of a head, and those of its swapped halves."""
+    """Return (2, positions, size): factors for a head, and for the head with halves swapped."""
     # The rotation is RoFormer's, arXiv:2104.09864, with the halves of a head as the two
     # coordinates.
     frequencies = theta ** -(np.arange(0, size, 2) / size)

@@ -7,7 +7,7 @@ from dataclasses import MISSING, fields
 from functools import cache
 from typing import Any, Final
 
-# Keys of rotary positions; all but the first are from before transformers 5, which still reads
+# Keys of rotary positions. Those after the first are older than transformers 5, which still reads
 # them.
 ROPE_KEYS: Final = {"rope_parameters", "rope_theta", "rope_scaling"} | {
     "partial_rotary_factor",
@@ -22,9 +22,9 @@ def family(config: Mapping[str, Any]) -> str:
 
 
 def resolve(config: Mapping[str, Any]) -> tuple[Mapping[str, str], Mapping[str, Any]]:
-    """Return transformers' aliases of a family's keys, and the config completed with its defaults.
-    Both are empty if transformers has no class for the family; the config is empty if the class
-    refuses it.
+    """Return the names that transformers gives a family's keys besides, and the config completed
+    with its defaults. Both are empty if transformers has no class for the family; the config alone
+    is empty if the class refuses it.
     """
     known = _config_class(family(config))
     if known is None:
@@ -37,11 +37,11 @@ def resolve(config: Mapping[str, Any]) -> tuple[Mapping[str, str], Mapping[str, 
     names -= {"text_config", "vision_config", "audio_config"}
     given = {key: value for key, value in config.items() if key in names}
     scaling = given.pop("rope_scaling", None)
-    if scaling:  # the former name, which transformers warns of
+    if scaling:  # the key's former name, of which transformers warns
         theta = {"rope_theta": given.get("rope_theta")} if given.get("rope_theta") else {}
         kind = scaling.get("rope_type") or scaling.get("type")
         given.setdefault("rope_parameters", {**scaling, **theta, "rope_type": kind})
-    for field in fields(known):  # transformers requires the default's type
+    for field in fields(known):  # transformers requires the type that the default has
         default: Any = field.default
         if type(default) in (bool, float) and type(given.get(field.name)) in (bool, int):
             given[field.name] = type(default)(given[field.name])
@@ -62,7 +62,7 @@ def is_default(text: Mapping[str, Any], key: str) -> bool:
 
 
 def default_of(text: Mapping[str, Any], key: str) -> tuple[bool, Any]:
-    """Return whether transformers knows a key of this family's configs, and its default."""
+    """Return whether transformers' class for the family has a key, and the key's default."""
     known = _config_class(family(text))
     for field in () if known is None else fields(known):
         if field.name == key and key not in _common_names():

@@ -12,10 +12,10 @@ from gateway.jobs.steps import KvCost
 
 def measure_kv(model: Any) -> KvCost:
     """Return the cost of a sequence's KV, from the shapes of the model's caches after one token and
-    after two. These passes are never evaluated.
+    after two. The passes that fill them are built, but never evaluated.
 
-    As in `kv_bytes`, one layer more is counted than there is. It counts as floating even if its KV
-    is quantized, since long passes dequantize it.
+    As in `kv_bytes`, one layer more is counted than there is. It counts as floating even if the KV
+    is quantized, since long passes dequantize one layer's KV at a time.
     """
     one, two = list(_plain(_read(model, 1))), list(_plain(_read(model, 2)))
     layers = [_layer_cost(*both) for both in zip(one, two, strict=True)]
@@ -38,7 +38,7 @@ def measure_kv(model: Any) -> KvCost:
 
 
 def _read(model: Any, tokens: int) -> list[Any]:
-    """Return the caches as they would be after `tokens` tokens."""
+    """Return the model's caches as a pass over `tokens` tokens leaves them."""
     from mlx_lm.models.cache import make_prompt_cache  # takes a second; encoders don't need it
 
     cache: list[Any] = make_prompt_cache(model)
@@ -47,7 +47,7 @@ def _read(model: Any, tokens: int) -> list[Any]:
 
 
 def _plain(caches: Sequence[Any]) -> Iterator[Any]:
-    """Yield each layer's cache, or its several caches."""
+    """Yield each layer's cache, or each of its caches if it has several."""
     from mlx_lm.models.cache import CacheList
 
     for cache in caches:

@@ -1,6 +1,6 @@
 """Layers whose products a device has no kernel for: found when a model is loaded, and replaced.
 
-MLX reports a missing kernel only when a product is evaluated, and then every pass would fail. So
+MLX reports a missing kernel only when a product is evaluated, so every pass would fail. Therefore
 each kind of product is tried once. Quantized layers without a kernel are dequantized, and mixtures
 of experts are computed without mx.gather_mm.
 """
@@ -24,7 +24,7 @@ from gateway.engine.models.checkpoint import SLICE_BYTES, slices
 from gateway.errors import Fault
 
 _ROWS: Final = (1, 9)  # tokens in a decode step, and in a pass too long for vector kernels
-_SORTED_ROWS: Final = 64  # the number of rows from which mlx-lm sorts them by expert
+_SORTED_ROWS: Final = 64  # mlx-lm sorts this many rows or more by expert
 # The chosen experts' weights are copied if the number of choices is at most this share of the
 # experts. With more choices, every expert multiplies all rows, without copies.
 _COPIED_SHARE: Final = 1 / 4
@@ -54,7 +54,7 @@ Report = Callable[[WidenedWeights], None]
 
 
 class LoopedExperts(_SwitchLinear):  # type: ignore[misc]
-    """The projection of a mixture of experts, computed without mx.gather_mm."""
+    """One projection of all experts of a mixture, computed without mx.gather_mm."""
 
     def __init__(self, layer: Any) -> None:
         super(_SwitchLinear, self).__init__()
@@ -101,8 +101,8 @@ def replace_missing(
 
 
 def widen(model: Any, dtype: mx.Dtype, layers: _Layers | None = None) -> _Layers:
-    """Replace quantized layers by dequantized ones, not computed yet; return the new layers. By
-    default, for a CPU, all quantized layers are replaced; they need not have been read yet.
+    """Replace `layers` by dequantized ones that are not evaluated yet, and return the new layers.
+    None, for a CPU, means all quantized layers; their weights need not have been read.
     """
     is_read = layers is not None
     if layers is None:
@@ -124,7 +124,7 @@ def has_kernel(product: Callable[[], mx.array]) -> bool:
 
 
 def can_gather(dtype: mx.Dtype) -> bool:
-    """Evaluate a product; return True if mx.gather_mm supports this type. Not for use in a pass."""
+    """Return True if mx.gather_mm supports a type. Evaluates a product: not for use in a pass."""
     factors, index = mx.zeros((2, 8, 8), dtype), mx.array([0])
     return has_kernel(lambda: mx.gather_mm(factors[:1], factors, rhs_indices=index))
 
@@ -146,7 +146,7 @@ def _find_missing(model: Any, dtype: mx.Dtype, *kinds: Any) -> Generator[None, N
 
 
 def _trials(layer: Any, dtype: mx.Dtype) -> Iterator[Callable[[], mx.array]]:
-    """Yield a layer's products as passes compute them, with zeros, for one token and several."""
+    """Yield the products that passes compute with a layer, for one token and for several."""
     columns, rows = dimensions(layer)
     kind, dtype = type(layer), _number_type(layer, dtype)
     for count in _ROWS:
@@ -168,11 +168,11 @@ def _trials(layer: Any, dtype: mx.Dtype) -> Iterator[Callable[[], mx.array]]:
 
 
 def _float(layer: Any, dtype: mx.Dtype, *, is_read: bool) -> Any:
-    """Return a dequantized copy of a layer, not computed yet."""
+    """Return a dequantized copy of a layer, which is not evaluated yet."""
     kind, dtype = _FLOATING_KINDS[type(layer)], _number_type(layer, dtype)
     packed = [layer[part] for part in ("weight", "scales")]
     packed.append(layer.get("biases"))
-    # The CPU dequantizes if the device has no kernel for that either.
+    # The CPU dequantizes the layer if the device has no kernel for that either.
     stream = None
     few = [part if part is None else part[..., :1, :] for part in packed]
     if is_read and not has_kernel(lambda: _unpack(layer, few, dtype, None)):

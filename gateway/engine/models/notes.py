@@ -1,5 +1,5 @@
-"""Notes on a model: the parts of a config that it ignores, and the reference that its family's
-answers were compared with.
+"""Notes on a model: the parts of its config that are ignored, and the reference that the answers
+of its family were compared with.
 """
 
 import contextlib
@@ -17,15 +17,15 @@ def _listed(file: str) -> frozenset[str]:
     return frozenset(Path(__file__).with_name(file).read_text(encoding="utf-8").split())
 
 
-# The families whose answers are equal in all comparisons of docs/architectures.md: with mlx-lm's,
-# by the names of its modules, and with transformers', by `model_type`.
+# The families whose answers equal those of a reference in all comparisons of docs/architectures.md:
+# mlx-lm's families by the names of its modules, transformers' by `model_type`.
 EQUAL: Final = _listed("equal_to_mlx_lm.txt")
 _TRANSFORMERS: Final = _listed("equal_to_transformers.txt")
 
 
 def list_notes(config: dict[str, Any], asked: int | None) -> list[str]:
     """List, in sentences, the parts of a config that a model ignores if its context is `asked`
-    tokens. None means the context that the model's own limits allow.
+    tokens. If `asked` is None, the context is the longest that the model's limits allow.
     """
     from gateway.engine.models.configs import classes_of  # importing mlx-lm takes a second
     from gateway.engine.models.unread import list_unread

@@ -1,5 +1,5 @@
-"""Classes for model families and checkpoint layouts that mlx-lm has no class for, each derived from
-one of mlx-lm's in a few lines.
+"""Classes for model families and checkpoint layouts that mlx-lm has no class for. Each is derived
+from one of mlx-lm's classes in a few lines.
 """
 
 import re
@@ -26,7 +26,7 @@ def _module(name: str) -> Any:
 
 def _renaming(name: str, rename: Callable[[Weights], Weights]) -> Make:
     """Return a maker of the classes of one of mlx-lm's modules. The model passes its weights
-    through `rename` before the module's own `sanitize`.
+    through `rename` before mlx-lm's `sanitize`.
     """
 
     def make(_: dict[str, Any]) -> Classes:
@@ -43,7 +43,7 @@ def _renaming(name: str, rename: Callable[[Weights], Weights]) -> Make:
 
 
 def _transpose_experts(weights: Weights) -> Weights:
-    """Name and transpose gpt-oss's experts as in its original files; transformers saves them as
+    """Name and transpose gpt-oss's experts as in its original files. transformers saves experts as
     (experts, inputs, outputs).
     """
     whole = (".experts.gate_up_proj", ".experts.down_proj")
@@ -56,7 +56,7 @@ def _transpose_experts(weights: Weights) -> Weights:
 
 
 def _stack_experts(weights: Weights) -> Weights:
-    """Stack experts as mlx-lm's class holds them; transformers saves them one by one."""
+    """Stack the arrays of all experts, as in mlx-lm's class; transformers saves each alone."""
     kept: dict[str, mx.array] = {}
     found: dict[str, dict[int, mx.array]] = {}
     for name, array in weights.items():
@@ -93,7 +93,7 @@ def _turn_experts(weights: Weights) -> Weights:
 
 def _gemma3n(_: dict[str, Any]) -> Classes:
     """Return Gemma 3n's classes without the key and value projections of layers that use another
-    layer's KV: transformers 5 doesn't save those.
+    layer's KV: transformers 5 doesn't save these projections.
     """
     gemma3n = _module("gemma3n")
     unused = ("k_proj", "v_proj", "k_norm")
@@ -118,7 +118,7 @@ def _gemma3n(_: dict[str, Any]) -> Classes:
 
 
 def _gemma3n_text(config: dict[str, Any]) -> Classes:
-    """Return Gemma 3n's classes for text-only fine-tunes, saved as the language model alone."""
+    """Return Gemma 3n's classes for fine-tunes whose files have only the language model."""
     model, arguments = _gemma3n(config)
 
     class ModelArgs(arguments):  # type: ignore[misc, valid-type]  # chosen at run time
@@ -130,7 +130,7 @@ def _gemma3n_text(config: dict[str, Any]) -> Classes:
 
 
 class SquaredMLP(Module):
-    """Two projections with the square of ReLU between them: transformers, models/arcee."""
+    """Two projections with ReLU squared in between, as in transformers, models/arcee."""
 
     def __init__(self, width: int, inner: int, bias: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # its stub has no types

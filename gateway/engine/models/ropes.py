@@ -1,5 +1,5 @@
 """Corrections of a built model's rotary positions. Some of mlx-lm's classes ignore a scaling that
-config.json states, and mlx-lm's rotations round or leave out parts of transformers' formulas.
+config.json states; some of its rotations round or leave out parts of transformers' formulas.
 
 The formulas are those of transformers 5 (modeling_rope_utils.py). YaRN is described in
 https://arxiv.org/abs/2309.00071, LongRoPE in https://arxiv.org/abs/2402.13753.
@@ -41,13 +41,13 @@ def correct_ropes(
             rope.dims = int(rope.dims * share)
     for owner, name, rope in found:
         if type(rope).__name__ == _DYNAMIC and kind == "dynamic":
-            # Dynamic scaling changes nothing up to the stated context, and only plain rotations can
-            # be batched. InternLM3's class has the plain base as `original_base`.
+            # Dynamic scaling changes nothing within the stated context, and only plain rotations
+            # can be batched. InternLM3's class has the plain base as `original_base`.
             base = getattr(rope, "original_base", None) or rope.base
             owner[name] = RoPE(rope.dims, rope.traditional, base)
     if any(getattr(rope, "dims", 0) % 2 for _, _, rope in found):
         raise ValueError("an odd number of dimensions cannot be rotated")
-    if not found and not (kind == "dynamic" and "alpha" in scaling):  # the class has its own rope
+    if not found and not (kind == "dynamic" and "alpha" in scaling):  # the class rotates by itself
         is_plain = kind == "yarn" and scaling.get("truncate", True)
         if kind != "default" and not (is_plain and scaling.get("attention_factor") is None):
             raise _unsupported(text)
@@ -71,7 +71,7 @@ def _unsupported(text: Mapping[str, Any]) -> ValueError:
 
 
 def _find(model: Any) -> Iterator[tuple[Any, str, Any]]:
-    """Yield each rotation of a model, with the module that has it and its name there."""
+    """Yield each rotation of a model: the module that has it, its name there, and itself."""
     for module in model.modules():
         for name, child in module.items():
             if isinstance(child, _KINDS) or type(child).__name__ == _DYNAMIC:
@@ -79,7 +79,7 @@ def _find(model: Any) -> Iterator[tuple[Any, str, Any]]:
 
 
 def _scale_plain(found: list[Any], text: Mapping[str, Any], scaling: Mapping[str, Any]) -> None:
-    """Add the scaling to the plain rotations of a class that reads none. Rotations whose base isn't
+    """Scale the rotations of a model whose class reads no scaling. Rotations whose base isn't
     `rope_theta` stay unscaled: they belong to layers with windows.
     """
     theta = text.get("rope_theta") or 10_000.0

@@ -1,7 +1,7 @@
 """Rotary positions on a CPU. mlx's `rope` computes the sines and cosines of a pass's angles anew,
 twice in each layer; here the layers of a pass share them.
 
-Results equal those of `rope` to the last bit. Metal and CUDA have a kernel for it.
+Results equal those of `rope` to the last bit. Metal and CUDA have a kernel for `rope`.
 """
 
 import math
@@ -17,7 +17,7 @@ _Table = tuple[mx.array, mx.array, mx.array | None]  # cosines, signed sines, fr
 
 
 class _Pass(threading.local):
-    """The positions of the pass that a thread builds, and the tables computed from them."""
+    """The positions in the pass that this thread builds, and the tables made for them."""
 
     is_open = False
 
@@ -26,7 +26,7 @@ class _Pass(threading.local):
         self._tables: dict[Hashable, _Table] = {}
 
     def begin(self, offset: int | mx.array | None) -> None:
-        """Start new shared tables for these positions, unless they already have shared tables."""
+        """Share new tables for these positions, unless the current tables are for them."""
         if offset is not self._offset:
             self._offset, self._tables = offset, {}
 
@@ -109,7 +109,7 @@ def _make_table(
     freqs: mx.array | None,
     tokens: int,
 ) -> _Table:
-    """Compute a table in the same steps as mlx's `rope` (mlx/fast.cpp), to round alike."""
+    """Compute a table in the steps of mlx's `rope` (mlx/fast.cpp), so that it rounds alike."""
     places = mx.arange(tokens) + (offset if isinstance(offset, int) else offset[:, None, None])
     if freqs is None:
         assert base is not None

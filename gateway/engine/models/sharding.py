@@ -33,7 +33,7 @@ class RankGroup(Protocol):
 
 
 def join_group() -> RankGroup | None:
-    """Return the group that this process was started in; None if it is alone.
+    """Return the group that this process was started in; None if it runs alone.
 
     `mlx.launch` sets MLX_RANK for all its backends but MPI. Waits for the other ranks.
     """
@@ -46,8 +46,8 @@ def join_group() -> RankGroup | None:
 
 
 def first_host() -> str:
-    """Return rank 0's address, which mlx.launch tells every rank; empty if it tells none."""
-    # The source depends on the backend: ring's file lists each rank's addresses, JACCL has a
+    """Return rank 0's address as mlx.launch tells it to every rank, or an empty string."""
+    # The place depends on the backend: ring has a file of each rank's addresses, JACCL has a
     # coordinator and NCCL a host (launch.py of mlx's distributed tools).
     if "MLX_HOSTFILE" in os.environ:
         with open(os.environ["MLX_HOSTFILE"], encoding="utf-8") as hosts:
@@ -73,13 +73,13 @@ def _sum(array: mx.array) -> mx.array:
 
 @dataclass(frozen=True, slots=True)
 class RankShare:
-    """The way a model is divided, and the group of ranks that share it."""
+    """The kind of parallelism by which a model is divided, and the group that shares the model."""
 
     parallel: Parallel
     group: RankGroup
 
     def layers(self, count: int) -> range:
-        """Return the layers of this rank's stage. Rank 0 has the last ones, as in mlx-lm."""
+        """Return the layers that this rank computes. Rank 0 has the last layers, as in mlx-lm."""
         size, remainder = divmod(count, self.group.size())
         sizes = [size + (rank < remainder) for rank in range(self.group.size())]
         start = sum(sizes[self.group.rank() + 1 :])
@@ -148,13 +148,13 @@ class SharedListing:
         return config
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """List the arrays that this rank holds, with the shapes of its parts."""
+        """List the arrays that this rank holds, with the shapes of the parts that it has."""
         listed = self._whole.tensors().items()
         cut = ((name, self._cut(name, tensor)) for name, tensor in listed)
         return {name: tensor for name, tensor in cut if tensor is not None}
 
     def _cut(self, name: str, tensor: Tensor) -> Tensor | None:
-        """Return this rank's part of an array, if any. Outside the layers that is all of it."""
+        """Return this rank's part of an array, or None. Arrays outside the layers stay whole."""
         _, layers, after = f".{name}".partition(".layers.")
         number = after.partition(".")[0]
         if not layers or not number.isdecimal():

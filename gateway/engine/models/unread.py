@@ -1,9 +1,9 @@
 """Keys of config.json and arrays of the files that change answers in transformers but are not read
 here.
 
-The source of mlx-lm's class shows which keys it reads. Any other key is harmless if it has
-transformers' default, which the class has built in. Another value is refused if the key is known to
-change answers; otherwise a note names the key.
+The source of mlx-lm's class shows which keys it reads. A key that it doesn't read is harmless if
+the value is transformers' default, which the class has built in. Any other value is refused if the
+key is known to change answers; otherwise a note names the key.
 """
 
 import ast
@@ -24,8 +24,8 @@ from gateway.engine.models.family_defaults import is_default
 
 _FOLDER = Path(mlx_lm.models.__path__[0])
 _PREFIX = "mlx_lm.models."
-_OTHERS = ("base", "cache")  # modules that have no part of a model
-# Keys that change logits, without an error, unless they have the default: docs/architectures.md has
+_OTHERS = ("base", "cache")  # modules of mlx-lm that define no part of a model
+# Keys that, unless they have the default, change logits without an error. docs/architectures.md has
 # the sources.
 CHANGES: Final = re.compile(
     r"activation_function|attention_in_multiplier|clip_qkv|\w+_softcapping|first_k_dense_replace"
@@ -37,7 +37,7 @@ CHANGES: Final = re.compile(
 )
 _GELU: Final[dict[str, tuple[Any, ...]]] = {"hidden_activation": ()}
 _SILU: Final[dict[str, tuple[Any, ...]]] = {"hidden_act": ()}
-# Keys that a class reads but computes differently from transformers, with the values for which both
+# Keys that a class reads but uses differently from transformers, with the values for which both
 # agree. An empty tuple stands for transformers' default.
 _RIGHT: Final[Mapping[str, Mapping[str, tuple[Any, ...]]]] = {
     "falcon_h1": {
@@ -48,7 +48,7 @@ _RIGHT: Final[Mapping[str, Mapping[str, tuple[Any, ...]]]] = {
     "gemma3n": _GELU,
     "gemma4": _GELU,
     "gemma4_text": _GELU,
-    "glm4_moe_lite": {"rms_norm_eps": (1e-5,)},  # some of its norms have their own epsilon
+    "glm4_moe_lite": {"rms_norm_eps": (1e-5,)},  # some norms have a fixed epsilon
     "gpt_bigcode": {"multi_query": (True,)},
     "phimoe": {"num_experts_per_tok": (2,)},
     "qwen2_moe": {"layer_types": ()},
@@ -61,7 +61,7 @@ _RIGHT: Final[Mapping[str, Mapping[str, tuple[Any, ...]]]] = {
     "longcat_flash": _SILU,
     "mamba2": {"layer_norm_epsilon": (1e-5,), "n_groups": (1,)},
 }
-# Keys that change no answer: those for training, the tokenizer, other tasks, or the form of files.
+# Keys that change no answer: keys for training, the tokenizer, other tasks, or the files' form.
 _INERT: Final = re.compile(
     r"_.*|\w*bias|attention_chunk_size|attn_temperature_tuning|attn_scale|floor_scale|layer_types"
     r"|.*(dropout|pdrop|token_id|token_index|_config|loss|init)\w*|(num|n)_\w+|intermediate_size"
@@ -72,7 +72,7 @@ _INERT: Final = re.compile(
     r"|partial_rotary_factor|per_layer_config|moe_shared_expert_overlap|(router|input)_jitter_noise|rescale\w+"
     r"|chunk_size|\w+_chunk_size|num_logits_to_keep|summary_\w+|expand|\w+_expand|head_dim"
 )
-# Arrays that a language model doesn't have, or that it computes itself.
+# Arrays in the files that a language model doesn't use, or that it computes itself.
 _SPARE: Final = re.compile(
     rf"(^|.*\.)({TOWER}|rotary_emb|lm_head|attn\.(bias|masked_bias)"
     r"|\w*(scale_inv|input_scale|weight_scale\w*))(\..*|$)"
@@ -104,7 +104,7 @@ def list_unread(text: Mapping[str, Any], model_class: type) -> list[str]:
 
 def _unread(text: Mapping[str, Any], reads: Callable[[str], bool]) -> Iterator[str]:
     for key, value in text.items():
-        # With "vision", Gemma 4's tokens look ahead only in images; the forms of GELU are nearly
+        # With "vision", Gemma 4's tokens look ahead only in images. GELU's variants are nearly
         # equal.
         is_same = (key, value) == ("use_bidirectional_attention", "vision") or (
             key == "activation_function" and str(value).startswith("gelu")
@@ -124,9 +124,9 @@ def list_lost(found: Mapping[str, mx.array], model: Any, text: Mapping[str, Any]
 
 
 def list_dropped(found: Mapping[str, mx.array], model: Any, text: Mapping[str, Any]) -> list[str]:
-    """List the kinds of the files' arrays that a class drops. As the class renames arrays, they are
-    found by size: they are the kinds that together have as many numbers as are missing afterwards.
-    Raises ValueError if those are biases that choose experts, without which answers differ.
+    """List the kinds of the files' arrays that a class drops. As the class renames arrays, dropped
+    kinds are found by size: together they have as many numbers as are missing in the model. Raises
+    ValueError if they include biases that choose experts, without which answers differ.
     """
     if not hasattr(model, "sanitize"):
         return []
@@ -139,7 +139,7 @@ def list_dropped(found: Mapping[str, mx.array], model: Any, text: Mapping[str, A
         return []
     chosen = (each for count in range(1, len(kinds) + 1) for each in combinations(kinds, count))
     dropped = next((each for each in chosen if sum(gone[kind] for kind in each) == missing), ())
-    if text.get("model_type") != "ernie4_5_moe":  # `correct` reads its biases
+    if text.get("model_type") != "ernie4_5_moe":  # `correct` reads this family's biases
         for kind in dropped:
             if _BIAS.search(kind):
                 raise ValueError(f"the weights {kind} are not supported")
@@ -149,9 +149,9 @@ def list_dropped(found: Mapping[str, mx.array], model: Any, text: Mapping[str, A
 def _sizes(
     arrays: Mapping[str, mx.array], others: Mapping[str, mx.array], layers: int
 ) -> dict[str, int]:
-    """Return the count of numbers of each kind of array whose names `others` lack. Arrays of
-    different layers or experts are one kind. Spare arrays, and those of layers from `layers` on,
-    are left out.
+    """Count the numbers in the arrays that are not in `others`, by kind: arrays of different layers
+    or experts are one kind. Spare arrays, and arrays of layers from number `layers` on, are left
+    out.
     """
     sizes: dict[str, int] = {}
     for name, array in arrays.items():

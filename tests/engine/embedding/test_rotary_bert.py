@@ -69,7 +69,7 @@ def test_a_config_without_rotations_has_those_of_its_family(tmp_path: Path, name
         ("gte", {"hidden_size": float("inf")}, "hidden_size is inf"),
         ("gte", {"rope_parameters": {"rope_theta": float("nan")}}, "not a positive"),
         ("gte", {"rope_parameters": {"rope_type": "linear", "factor": -1}}, "not a positive"),
-        ("nomic-bert", {"num_attention_heads": 32}, "even multiple"),
+        ("nomic-bert", {"num_attention_heads": 32}, "is not even"),
         ("nomic-bert", {"num_hidden_layers": 1}, r"unknown: encoder\.layer\.1"),
         ("gte", {"rope_parameters": {"rope_type": "yarn"}}, "yarn"),
         ("gte", {"rope_parameters": {"rope_type": "linear"}}, "factor"),

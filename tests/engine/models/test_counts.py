@@ -195,7 +195,7 @@ def test_a_class_that_wants_a_package_of_its_own_ends_nothing(tmp_path: Path) ->
     write_chat(tmp_path, num_hidden_layers=1)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "olmo"}))
-    with pytest.raises(ModelLoadFailed, match="wants another package"):
+    with pytest.raises(ModelLoadFailed, match="needs a package that is not installed"):
         load(Checkpoint("mine", tmp_path))
 
 

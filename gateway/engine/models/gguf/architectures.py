@@ -2,7 +2,7 @@
 
 A key that changes the computation is either followed or refused in an error that names it. The keys
 are described in https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. llama.cpp's
-convert_hf_to_gguf.py has the names of tensors, and the changes made to weights for the file.
+convert_hf_to_gguf.py has the names of tensors, and the changes that it makes to weights.
 """
 
 import math
@@ -15,7 +15,7 @@ from gateway.engine.models.gguf.header import GgufError, Header, quote
 ARCHITECTURES: Final = ("llama", "qwen2", "qwen3")
 ROPE_FACTORS: Final = "rope_freqs.weight"  # divisors of the frequencies of Llama 3.1's rotations
 _MOST: Final = (1 << 31) - 1
-# Keys that have no effect here, and values of other keys that have none.
+# Keys that have no effect here, and values of other keys that have no effect either.
 _IDLE: Final = frozenset({"vocab_size", "tensor_data_layout", "rope.scaling.finetuned"})
 _NEUTRAL: Final[Mapping[str, Any]] = {
     "attention.causal": True,
@@ -73,8 +73,8 @@ def read_config(header: Header) -> dict[str, Any]:
 
 
 def places(config: Mapping[str, Any], header: Header) -> dict[str, TensorPlace]:
-    """Return the place in the file of each of the model's weights, by the weight's name in mlx-lm's
-    model.
+    """Return which tensor of the file holds each of the model's weights, by the weight's name in
+    mlx-lm's model.
 
     Raises GgufError if names or shapes of the file's tensors don't fit the config.
     """
@@ -84,7 +84,7 @@ def places(config: Mapping[str, Any], header: Header) -> dict[str, TensorPlace]:
     expected = dict(_expected(config))
     listed = set(header.tensors)
     if config["model_type"] == "llama":
-        listed.discard(ROPE_FACTORS)  # no weight, but a part of the rotations
+        listed.discard(ROPE_FACTORS)  # not a weight: factors of the rotations
     expected_tensors = {place.tensor for place in expected.values()}
     for what, names in (
         ("weights are missing", expected_tensors - listed),
@@ -102,7 +102,7 @@ def places(config: Mapping[str, Any], header: Header) -> dict[str, TensorPlace]:
 
 
 class _Keys:
-    """The metadata's keys of one architecture, with a record of those that were read."""
+    """Reads the metadata's keys of one architecture, and remembers the keys that were read."""
 
     def __init__(self, metadata: Mapping[str, Any], architecture: str) -> None:
         self._metadata = metadata
@@ -110,7 +110,7 @@ class _Keys:
         self._read: set[str] = set()
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """Return an integer from 1 to 2^31 - 1. A key without a default must be there."""
+        """Return an integer from 1 to 2^31 - 1. Without a default, the key is required."""
         value = self._found(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MOST:
             raise self._unusable(key, value)
@@ -126,7 +126,7 @@ class _Keys:
         return float(value)
 
     def get(self, key: str) -> Any:
-        """Return the value; None if there is none."""
+        """Return a key's value; None if the metadata lacks the key."""
         self._read.add(key)
         return self._metadata.get(self._prefix + key)
 
@@ -177,8 +177,8 @@ def _sizes(keys: _Keys) -> dict[str, Any]:
 def _rotations(keys: _Keys, header: Header) -> dict[str, Any]:
     """Return the config of rotary positions.
 
-    The rows of llama's queries and keys were reordered for the file so that its rotations pair
-    neighbours, which mlx-lm calls traditional.
+    In files of the architecture llama, the rows of queries and keys are reordered so that rotations
+    pair neighbours, which mlx-lm calls traditional.
     """
     name = header.metadata["general.architecture"]
     return {
@@ -231,7 +231,7 @@ def _check_heads(name: str, config: dict[str, Any]) -> None:
 
 
 def _expected(config: Mapping[str, Any]) -> Iterator[tuple[str, TensorPlace]]:
-    """Yield each weight's name and place. The architectures differ only in biases and norms."""
+    """Yield each weight's name and tensor. Architectures differ only in biases and norms."""
     hidden, vocabulary = config["hidden_size"], config["vocab_size"]
     yield "model.embed_tokens.weight", TensorPlace("token_embd.weight", (vocabulary, hidden))
     yield "model.norm.weight", TensorPlace("output_norm.weight", (hidden,))
@@ -243,7 +243,7 @@ def _expected(config: Mapping[str, Any]) -> Iterator[tuple[str, TensorPlace]]:
 
 
 def _layer(config: Mapping[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Return the tensor and the shape of each weight of a layer, by its name in the layer."""
+    """Return the tensor and the shape of a layer's weights, by their names in the layer."""
     hidden, inner, head = (config[key] for key in ("hidden_size", "intermediate_size", "head_dim"))
     queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
     attention = {"q": (queries, hidden), "k": (keys, hidden), "v": (keys, hidden)}

@@ -1,9 +1,9 @@
-"""A GGUF file as a `Listing`: a config, and arrays under mlx-lm's names. Its model is built from
-that config and read in chunks, one per step.
+"""A GGUF file as a `Listing`: a config, and arrays under mlx-lm's names. The model is built from
+that config, and the weights are read in chunks, one per step.
 
-The listing is the one that `mlx_lm.convert` would have written. Weights of types that MLX can hold
-packed stay quantized, with the file's numbers; all others are dequantized. On a CPU all of them
-are, unless the model `is_packed`.
+The listing is that of the files that `mlx_lm.convert` would write. Weights of types that MLX can
+pack stay quantized, with the file's numbers; weights of other types are dequantized. On a CPU all
+weights are dequantized, unless the model `is_packed`.
 """
 
 import contextlib
@@ -50,7 +50,7 @@ class Widened:
 
 
 class GgufCheckpoint:
-    """A chat model in one file whose header is read, under the name that callers use."""
+    """A chat model's GGUF file, with its header read, and the name that callers use."""
 
     def __init__(self, name: str, path: Path) -> None:
         self.name = name
@@ -78,7 +78,7 @@ class GgufCheckpoint:
             raise self.failed(f"{type(error).__name__}: {error}") from error
 
     def config(self) -> dict[str, Any]:
-        """Return the model's config, with the modules that can stay quantized and their bits."""
+        """Return the model's config, including the bits of modules that can stay quantized."""
         return self._config
 
     def kind(self, name: str) -> str:
@@ -107,7 +107,7 @@ class GgufCheckpoint:
         return listed
 
     def widen_types(self) -> Widened | None:
-        """Return the weights of types that no device can hold quantized; None if there are none."""
+        """Describe the weights that no device can hold quantized; None if there are none."""
         grown = [
             name
             for name in self.places
@@ -137,8 +137,8 @@ class GgufCheckpoint:
     def _floating(self) -> str:
         """Choose one type for all floating weights: a mixture would be slower.
 
-        Norms don't count, as they are float32 in every file. A file with any bfloat16 keeps it,
-        because float16 lacks its range.
+        Norms don't count, as they are float32 in every file. One bfloat16 weight makes all of them
+        bfloat16, because float16 has a smaller range.
         """
         kinds = {self.kind(name) for name, place in self.places.items() if len(place.shape) > 1}
         if "BF16" in kinds:
@@ -175,7 +175,7 @@ _DTYPES: Final = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}
 class SlowedRoPE:
     """Rotary positions in which each frequency is divided by a factor of its own.
 
-    Llama 3.1 has such factors. GGUF files store them, but not the rule behind them.
+    Llama 3.1 has such factors. GGUF files store the factors, not the rule that they result from.
     """
 
     def __init__(self, dims: int, base: float, factors: mx.array) -> None:
@@ -237,9 +237,9 @@ def _build(checkpoint: GgufCheckpoint, is_packed: bool) -> Any:
         listed = {name: tensor.shape for name, tensor in checkpoint.tensors().items()}
     else:
         listed = {name: place.shape for name, place in checkpoint.places.items()}
-    if built != listed:  # unexpected: the metadata was checked
+    if built != listed:  # unexpected, as the metadata was checked
         odd = sorted(name for name in built.keys() | listed if built.get(name) != listed.get(name))
-        raise GgufError(f"mlx-lm's model has other weights: {', '.join(odd[:5])}")
+        raise GgufError(f"mlx-lm's model has other weights than the file: {', '.join(odd[:5])}")
     return model
 
 
@@ -280,7 +280,7 @@ def _pack(
 
 
 def _chunks(file: RawIOBase, info: TensorInfo) -> Iterator[tuple[slice, Bytes]]:
-    """Yield a tensor's rows in chunks: their slice, and their bytes, (rows, bytes of a row)."""
+    """Yield a tensor in chunks: a slice of its rows, and their bytes, (rows, bytes of a row)."""
     rows = _rows(info)
     chunk_rows = max(1, CHUNK_WEIGHTS // info.shape[-1])
     file.seek(info.offset)
@@ -305,14 +305,14 @@ def _rows(info: TensorInfo) -> int:
 
 
 def _numpy(target: mx.Dtype) -> type[np.floating[Any]]:
-    """Return numpy's type for numbers that become `target` in MLX: numpy has no bfloat16."""
+    """Return the numpy type of numbers that become `target` in MLX: numpy has no bfloat16."""
     if target == mx.float16:
         return np.float16
     return np.float32
 
 
 def _slow_down(model: Any, config: Mapping[str, Any], factors: mx.array) -> None:
-    """Replace the model's rotations by those with the file's factors."""
+    """Replace the model's rotations by SlowedRoPE with the file's factors."""
     rope = SlowedRoPE(config["head_dim"], config["rope_theta"], factors)
     for layer in model.layers:
         layer.self_attn.rope = rope

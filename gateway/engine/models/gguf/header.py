@@ -1,8 +1,9 @@
 """Reading a GGUF file's header, with its metadata and its list of tensors, within bounds.
 
 Every number in the file is compared with the file's size before it is used, so that a malicious
-file can cause an error and nothing else. Nothing is mapped into memory: a mapped file that is cut
-short ends the process. The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+file can cause an error and nothing else. The file is not mapped into memory: if a mapped file is
+cut short, its reader's process ends. The format is described in
+https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 import math
@@ -16,7 +17,7 @@ from typing import Any, BinaryIO, Final
 
 import numpy as np
 
-# Qwen's vocabulary of 152,000 tokens and its merges take 6 MB; safetensors has the same bound.
+# The longest header, as in safetensors. Qwen's 152,000 tokens and their merges take 6 MB.
 HEADER_BYTES: Final = 100_000_000
 MOST_ITEMS: Final = 1 << 22  # the most items of an array; the largest vocabularies have 2^18 tokens
 MOST_KEYS: Final = 1 << 16
@@ -35,15 +36,15 @@ class GgufError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class TensorType:
-    """A storage type of weights: each block of `nbytes` bytes holds `weights` of them."""
+    """A storage type of weights: each block of `nbytes` bytes holds `weights` weights."""
 
     name: str
     weights: int
     nbytes: int
 
 
-# ggml.h's enum ggml_type, with the sizes of ggml-common.h's blocks. ggml has withdrawn the numbers
-# that are left out.
+# ggml.h's enum ggml_type, with the sizes of ggml-common.h's blocks. Missing numbers
+# are types that ggml has withdrawn.
 TYPES: Final[Mapping[int, TensorType]] = {
     number: TensorType(name, weights, nbytes)
     for number, name, weights, nbytes in (
@@ -87,18 +88,18 @@ TYPES: Final[Mapping[int, TensorType]] = {
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """A tensor of the file."""
+    """A tensor as the header lists it."""
 
     name: str
     type: TensorType
     shape: tuple[int, ...]  # rows before columns, as in numpy
-    offset: int  # its first byte in the file
+    offset: int  # the place of the tensor's first byte in the file
     nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Array:
-    """An array of the metadata that has not been read yet, with the place where it begins."""
+    """An array of the metadata that has not been read yet, and its place in the header."""
 
     type: int
     count: int
@@ -106,7 +107,7 @@ class _Array:
 
 
 class Metadata(Mapping[str, Any]):
-    """A file's metadata: numbers, strings, and lists of either, made anew at each look-up."""
+    """A file's metadata: numbers, strings, and lists, which are made anew at each look-up."""
 
     def __init__(self, values: Mapping[str, Any], content: bytes) -> None:
         self._values = values
@@ -147,7 +148,7 @@ class Header:
 
     metadata: Metadata
     tensors: Mapping[str, TensorInfo]
-    # The file's device, inode, size and time of change, which show whether it is still the same.
+    # The file's device, inode, size and time of change, which change if the file does.
     stamp: tuple[int, ...]
 
 
@@ -227,7 +228,7 @@ class _Cursor:
         self.at = at
 
     def content(self) -> bytes:
-        """Return the bytes before this place."""
+        """Return the file's bytes before the cursor."""
         return bytes(memoryview(self.read)[: self.at])
 
 
@@ -243,7 +244,7 @@ _ARRAY: Final = 9
 
 
 def _counts(cursor: _Cursor) -> tuple[int, int]:
-    """Read the beginning of the file; return its numbers of tensors and of keys."""
+    """Read the beginning of the file; return how many tensors and keys it lists."""
     if cursor.size < 24:
         raise GgufError("it is no GGUF file: it is too short")
     cursor.need(24)
@@ -307,7 +308,7 @@ def _array(cursor: _Cursor, key: str) -> _Array:
 
 
 def _booleans(cursor: _Cursor, key: str, start: int) -> bytearray:
-    """Return the bytes of booleans, from `start` to the cursor's place."""
+    """Return the bytes from `start` to the cursor; refuse bytes that are no booleans."""
     content = cursor.read[start : cursor.at]
     if content.strip(b"\0\1"):
         raise GgufError(f"{quote(key)} is neither true nor false")

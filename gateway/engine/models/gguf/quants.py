@@ -1,8 +1,8 @@
 """Decoding GGUF's blocks of quantized weights to floats, or to MLX's packed form.
 
 Each type cuts a row into groups of 16 or 32 weights; a weight is `scale · (code - zero) + bias`,
-with its group's scale and bias. The blocks have the layout of ggml's src/ggml-common.h. The weights
-equal, bit for bit, those that the package `gguf` decodes:
+with the scale and bias of the group. The blocks have the layout of ggml's src/ggml-common.h. The
+weights equal, bit for bit, those that the package `gguf` decodes:
 https://github.com/ggml-org/llama.cpp/blob/master/gguf-py/gguf/quants.py
 """
 
@@ -63,7 +63,7 @@ def dequantize(kind: str, raw: Bytes) -> Floats:
 
 
 def pack(kind: str, raw: Bytes) -> Packed:
-    """Return weights of a type in PACKED_BITS in MLX's packed form, given their bytes."""
+    """Return weights in MLX's packed form, given their bytes. PACKED_BITS lists the types."""
     groups = _groups(kind, raw)
     rows, bits = len(raw), PACKED_BITS[kind]
     codes = groups.codes.reshape(rows, -1)
@@ -91,12 +91,12 @@ def _groups(kind: str, raw: Bytes) -> Groups:
 
 
 def _f32(halves: npt.NDArray[Any]) -> Floats:
-    """Return float16 numbers, one per block, as (blocks, 1) float32, to multiply by groups."""
+    """Return float16 numbers, one per block, as float32, (blocks, 1), to multiply groups by."""
     return halves.astype(np.float32)[:, None]
 
 
 def _nibbles(content: Bytes) -> Bytes:
-    """Return (…, n) bytes as (…, 2, n) numbers: the lower four bits of all, then the upper four."""
+    """Return (…, n) bytes as (…, 2, n) numbers: each byte's lower four bits, then its upper."""
     return np.stack([content & 15, content >> 4], axis=-2)
 
 
@@ -182,7 +182,7 @@ def _q6_k(blocks: npt.NDArray[Any]) -> Groups:
     return Groups(codes, _f32(blocks["d"]) * blocks["scales"].astype(np.float32), zero=32)
 
 
-# ggml-common.h's kvalues_iq4nl.
+# The weights that IQ4's codes stand for: kvalues_iq4nl in ggml-common.h.
 _UNEVEN: Final = np.array(
     [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8
 )

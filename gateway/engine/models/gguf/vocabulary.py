@@ -26,10 +26,10 @@ from gateway.panics import as_exception
 
 @dataclass(frozen=True, slots=True)
 class Splitting:
-    """A named way of cutting text into words, with the other rules that the name stands for."""
+    """A pre-tokenizer: a way of cutting text into words, and other rules that its name implies."""
 
-    # Each pattern cuts the pieces left by the patterns before it into its matches and the text
-    # between them.
+    # Each pattern cuts the pieces that earlier patterns left, into matches and the text between
+    # matches.
     patterns: tuple[str, ...]
     keeps_words: bool = False  # a word that is a token stays whole, whatever the merges say
     # A text begins with the BOS token, unless the file says otherwise.
@@ -59,9 +59,9 @@ def _cl100k(digits: str) -> str:
     )
 
 
-# llama.cpp's std::regex has no \p{Lu}, and counts no marks as letters. So it cuts words differently
-# from the model's own tokenizer in text with combining marks, or with capitals beyond ASCII within
-# a word.
+# These are the model's own patterns. llama.cpp's std::regex has no \p{Lu}, and counts no marks as
+# letters, so llama.cpp cuts words differently in text with combining marks, or with capitals beyond
+# ASCII within a word.
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
@@ -75,7 +75,7 @@ _QWEN2 = Splitting((_cl100k(r"\p{N}"),))
 
 SPLITTINGS: Final[Mapping[str, Splitting]] = MappingProxyType(
     {
-        # llama.cpp's choice for a file that names none, such as those from before May 2024.
+        # llama.cpp's choice if a file names no pre-tokenizer, as files from before May 2024 do.
         "default": Splitting((r"[\p{P}$+<=>^~|]+", _GPT2, r"\p{N}+", "[0-9]{3}")),
         **dict.fromkeys(("gpt-2", "a.x-4.0", "mellum", "trillion"), _PLAIN),
         **dict.fromkeys(("smollm", "starcoder", "refact", "minerva-7b"), _DIGITS),
@@ -118,8 +118,8 @@ _MOST_ADDED_CHARS: Final = 1 << 20
 _MOST_WORK: Final = 100_000_000
 
 # Tokens that are EOS tokens by their text alone: files give one id as `eos_token_id`, and many
-# models have more. From llama.cpp's list, without those of other architectures, and without </s>:
-# SentencePiece's files name it, and in other files it is a word of HTML.
+# models have more. This is llama.cpp's list, without the tokens of other architectures and without
+# </s>: SentencePiece's files give its id, and in other files it is a word of HTML.
 _ENDS: Final = frozenset(
     {
         "<|eot_id|>",
@@ -155,10 +155,10 @@ _SPECIAL = (TokenType.CONTROL, TokenType.UNKNOWN)
 def read_tokenizer(metadata: Mapping[str, Any]) -> PreTrainedTokenizerFast:
     """Return the tokenizer that a GGUF file's metadata describe, with its chat templates.
 
-    `metadata` has the file's own keys; values are plain Python. The ids are those of the model's
-    original tokenizer; comments above say where llama.cpp's differ. Control tokens are special
-    tokens; user-defined tokens are never cut but are ordinary text. Raises ValueError naming the
-    key that is missing, wrong or not known here.
+    `metadata` has the keys of the file, with plain Python values. Texts get the same ids as from
+    the model's original tokenizer; comments above say where llama.cpp differs. Control tokens are
+    special tokens. User-defined tokens are never cut, but are ordinary text. Raises ValueError
+    naming the key that is missing, wrong or not known here.
     """
     try:
         return _tokenizer(metadata)
@@ -365,7 +365,7 @@ def _scores(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> Sequence[fl
 def _token_id(metadata: Mapping[str, Any], name: str, vocabulary: _Vocabulary) -> int | None:
     """Return a special token's id; None if there is none.
 
-    SentencePiece files that state no id have the default of SentencePiece's trainer.
+    Where a SentencePiece file states no id, it is the default of SentencePiece's trainer.
     """
     defaults = {"unknown_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     token = _one(metadata, _GGML + name, int)
@@ -374,7 +374,7 @@ def _token_id(metadata: Mapping[str, Any], name: str, vocabulary: _Vocabulary) -
         if vocabulary.is_sentencepiece and defaults.get(name, size) < size:
             return defaults[name]
         return None
-    if name == "padding_token_id" and token >= size:  # set by many files of 2023; unused here
+    if name == "padding_token_id" and token >= size:  # in many files of 2023; unused here
         return None
     if not 0 <= token < size:
         raise ValueError(f"its {_GGML}{name} is {token}, outside its vocabulary of {size} tokens")
