@@ -1,4 +1,4 @@
-"""The types of values in models.yaml, and how the forms they have in the file are read."""
+"""The types of values in models.yaml, and the functions that read the values' short forms."""
 
 import os
 import re
@@ -48,7 +48,9 @@ AdapterOf = Annotated[
 
 
 def _template(value: object, info: ValidationInfo) -> object:
-    """Return the text of the file that `file:` names; any other text is the template itself."""
+    """Return the text of the file that a value such as `file:x.jinja` names. Any other text is the
+    template itself.
+    """
     if not isinstance(value, str) or not value.startswith("file:"):
         return value
     path: Path = (info.context or {})["folder"] / os.path.expanduser(value.removeprefix("file:"))
@@ -69,7 +71,7 @@ _SizesText = Annotated[str, Field(pattern=_SIZES)]
 
 
 def _sizes(value: object) -> object:
-    """Read true, false, a list of sizes, or sizes as text: `256, 512`, as in a variable."""
+    """Read true, false, a list of sizes, or sizes as text, which a variable has: `256, 512`."""
     if isinstance(value, str) and value.lower() in ("true", "false"):
         return value.lower() == "true"
     if isinstance(value, str) and re.fullmatch(_SIZES, value):
@@ -110,8 +112,8 @@ ReasoningParser = Annotated[
 
 
 def read_mode(value: object) -> object:
-    """Return the mode that a boolean stands for; any other value unchanged."""
-    # YAML reads `off` without quotes as false.
+    """Return the mode that true or false stands for, and any other value unchanged."""
+    # YAML reads an unquoted `off` as false.
     if value is True:
         return "auto"
     if value is False:
@@ -120,13 +122,13 @@ def read_mode(value: object) -> object:
 
 
 def read_thinking_budget(value: object) -> object:
-    """Return a single number as a mapping with that `default`; any other value unchanged."""
+    """Return a number as the mapping `{default: number}`, and any other value unchanged."""
     is_number = isinstance(value, int | str) and not isinstance(value, bool)
     return {"default": value} if is_number else value
 
 
 def read_batching(value: object) -> object:
-    """Return a single mode as the section that it stands for; any other value unchanged."""
+    """Return a mode as the mapping `{mode: …}`, and any other value unchanged."""
     value = read_mode(value)
     return {"mode": value} if isinstance(value, str) else value
 
@@ -134,16 +136,18 @@ def read_batching(value: object) -> object:
 SHORT_FORMS: Mapping[str, Callable[[object], object]] = MappingProxyType(
     {"batching": read_batching, "thinking_budget": read_thinking_budget}
 )
-"""The sections that may be written as one value, each with the function that reads it."""
+"""The sections that may be written as a single value, each with the function that reads it."""
 
 
 def split_names(text: str) -> list[str]:
-    """Split `a, b` into names."""
+    """Split a text such as `a, b` into names."""
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def read_aliases(value: object) -> object:
-    """Return `a, b`, ["a", {name: b}] or any mixture of these as a list of mappings."""
+    """Return aliases as a list of mappings. They may be written as text, `a, b`, or as a list of
+    texts and mappings, ["a", {name: b}].
+    """
     if isinstance(value, str):
         value = [value]
     if not isinstance(value, list):

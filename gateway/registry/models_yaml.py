@@ -1,5 +1,5 @@
-"""Reads models.yaml into a catalog, or lists all its problems: each with file, line and the nearest
-valid name. It also reads the entries of models that were named at the start or found on the disk.
+"""Reads models.yaml into a catalog, or lists all of the file's problems, each with its line and the
+nearest valid name. Also reads entries of models that were named at start or found on the disk.
 
 Only the existence of a model's files is checked here; the engine checks their content.
 """
@@ -24,22 +24,22 @@ from gateway.registry.yaml_reader import Document, Where, read_yaml
 from gateway.settings import PREFIX, VARIABLES
 
 MAX_CHARS = 4_000_000  # the longest models.yaml
-# Models by id, each with the keys of an entry of models.yaml.
+# Entries as models.yaml has them, by the model's id.
 Entries: TypeAlias = Mapping[str, Mapping[str, Any]]
 NONE: Entries = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """The result of reading the file; its catalog is empty if there are problems."""
+    """The result of reading models.yaml. If there are problems, the catalog is empty."""
 
     catalog: Catalog
     problems: tuple[str, ...]
     notes: tuple[str, ...] = ()
-    # All variables that can change the result: those that the file expands as ${…}, and those of
-    # the models' keys, set or not; variables of free keys only if they are set.
+    # All variables that can change the result, set or not: those that the file expands as ${…}, and
+    # those for keys of models. Variables for keys with free names are included only if set.
     variables: frozenset[str] = frozenset()
-    # The found models that are left out, by id, each with the reason.
+    # Models that were found on the disk but left out of the catalog: the reasons, by id.
     left_out: Mapping[str, str] = field(default_factory=dict)
 
     def require_valid(self) -> None:
@@ -49,22 +49,22 @@ class Reading:
 
 
 class File(Section):
-    """The file as a whole."""
+    """The top level of models.yaml."""
 
     version: Literal[1]
     models: dict[str, Any]
 
 
 class Kind(BaseModel):
-    """Checks the `kind` of an entry in which it is missing or unknown."""
+    """A pydantic model that checks only `kind`, for entries in which it is missing or unknown."""
 
     kind: Literal["embedding", "rerank", "chat"]
 
 
 def load_catalog(path: Path, variables: Mapping[str, str]) -> Catalog:
-    """Read a models.yaml; raises RegistryInvalid with one line per problem.
+    """Read a models.yaml. Raises RegistryInvalid with one line per problem.
 
-    `variables` are those of the environment and .env: settings.variables().
+    `variables` are those of the environment and of .env, as settings.variables() returns them.
     """
     reading = read_models(path, variables)
     reading.require_valid()
@@ -74,10 +74,11 @@ def load_catalog(path: Path, variables: Mapping[str, str]) -> Catalog:
 def read_models(
     path: Path | None, variables: Mapping[str, str], named: Entries = NONE, found: Entries = NONE
 ) -> Reading:
-    """Read a models.yaml, if there is one, and list all its problems; never raises.
+    """Read a models.yaml, if there is one, and list all its problems. Never raises.
 
-    Named models come before the file's, found models after them. An entry of the file wins over
-    others with its id. A found model with a problem is left out; the reading stays valid.
+    The catalog has the `named` models first, then the file's, then those `found` on the disk. If
+    several have the same id, the file's entry wins. A found model that has a problem is left out,
+    and makes nothing else invalid.
     """
     document, folder = Document({"version": 1, "models": {}}), Path.cwd()
     if path is not None:
@@ -114,13 +115,15 @@ def read_models(
 
 
 def _at(path: Path | None, line: int, message: str) -> str:
-    """Prefix a problem with its place, unless it isn't in the file: then it names its model."""
+    """Prefix a problem with file and line. A problem outside the file, which has line 0, already
+    names its model and gets no prefix.
+    """
     return f"{path}:{line}: {message}" if line else message
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A model's claim to a name."""
+    """A model's use of a name, as its id or as an alias."""
 
     model: str
     where: Where
@@ -141,14 +144,14 @@ class _Reader:
         self._named, self._found = named, found
         self._unwritten: list[str] = []  # ids of named and found models that are not in the file
         self._context = {"folder": folder}
-        # A variable that is a setting, or that the file expands, has no other meaning.
+        # A variable that is a setting, or that the file expands, never sets a key of a model.
         taken = VARIABLES | document.variables
         self._variables = {
             name: text
             for name, text in variables.items()
             if text and name.startswith(PREFIX) and name not in taken
         }
-        # The name of the variable that has set a value, by the value's place.
+        # The place of each value that a variable has set, with the variable's name.
         self._set: dict[Where, str] = {}
         self.overrides: set[str] = set()
         self.problems: list[tuple[int, str]] = []
@@ -178,7 +181,7 @@ class _Reader:
         return [self._resolve(spec, "base", specs) for spec in specs]
 
     def _override_keys(self, models: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the entries, with the values that variables set for their keys."""
+        """Return the entries, in which keys that a variable sets have the variable's value."""
         overridden = dict(models)
         earlier: list[ModelVariables] = []
         for model, entry in models.items():
@@ -193,7 +196,9 @@ class _Reader:
         return overridden
 
     def _add_short_names(self, models: dict[str, Any]) -> None:
-        """Let `org/name` be found by `name` too, where no other model has that name."""
+        """Let models outside the file be found as `name` besides `org/name`, unless another model
+        has that name.
+        """
         taken = set(self._list_claims(models))
         for model in self._unwritten:
             short = model.rpartition("/")[2].removesuffix(".gguf")
@@ -204,7 +209,7 @@ class _Reader:
                 models[model] = {**models[model], "aliases": [*listed, short]}
 
     def _line(self, where: Where) -> int:
-        """Return the line of a value; 0 if it is not in the file."""
+        """Return the line of a value, or 0 for a value of a model that is not in the file."""
         if len(where) > 1 and where[1] in self._unwritten:
             return 0
         return self._document.line(where)
@@ -222,7 +227,9 @@ class _Reader:
         return spec
 
     def _validate(self, model: type[BaseModel], value: object, top: Where) -> BaseModel | None:
-        """Return `value`, found at `top`, as a `model`; None after reporting its problems."""
+        """Return `value`, which is at the place `top`, as a `model`. If it has problems, report
+        them and return None.
+        """
         try:
             return model.model_validate(value, context=self._context)
         except ValidationError as error:
@@ -231,7 +238,7 @@ class _Reader:
             return None
 
     def _report_invalid(self, model: type[BaseModel], details: ErrorDetails, top: Where) -> None:
-        """Report one of pydantic's errors, with the nearest valid name if one is misspelt."""
+        """Report one of pydantic's errors, with the nearest valid name for a misspelt name."""
         keys = tuple(_keys_in_file(details["loc"]))
         where: Where = (*top, *keys)
         # A value that is missing because of another problem is not reported.
@@ -254,12 +261,12 @@ class _Reader:
                 hint = _hint(str(value), [word.strip("'") for word in words])
                 message = f"`{key}` {message}, not {value!r}{hint}"
             case kind:
-                # pydantic also says how parsing a number failed; that part is cut.
+                # The end of pydantic's message, on how parsing a number failed, is cut.
                 message = MESSAGES.get(kind, message.partition(", unable to")[0])
                 message = f"`{key}` {message}, not {shorten(repr(value))}"
         if top:
             message = f"{top[-1]}: {message}"
-        self._report(where, message.replace("`` ", ""))  # a whole section has no key to name
+        self._report(where, message.replace("`` ", ""))  # `key` is empty for a whole entry
 
     def _settle_names(self, models: Mapping[str, Any]) -> set[tuple[str, str]]:
         """Report each name that two models claim, or one model claims twice.
@@ -271,7 +278,7 @@ class _Reader:
             owner = max(claims, key=lambda claim: ("written", "set", "id").index(claim.rank))
             line = self._line(owner.where)
             place = f", on line {line}" if line else ""
-            # The first of equal claims in the file wins.
+            # Among claims of the same rank, the first one wins.
             for claim in claims:
                 if claim is owner:
                     continue
@@ -285,7 +292,7 @@ class _Reader:
         return dropped
 
     def _list_claims(self, models: Mapping[str, Any]) -> dict[str, list[Claim]]:
-        """Return the claims to each name, ids before aliases, each in the file's order."""
+        """Return each name with the claims to it: ids before aliases, and in the file's order."""
         claims = {name: [Claim(name, ("models", name), "id")] for name in models}
         for name, entry in models.items():
             for inside, alias, is_text in _list_aliases(entry):
@@ -299,12 +306,14 @@ class _Reader:
     def _resolve(
         self, spec: ModelSpec, key: Literal["draft", "base"], specs: Sequence[ModelSpec]
     ) -> ModelSpec:
-        """Return a spec with the model that its `draft` or `base` names, or report why not."""
+        """Return a copy of a spec that has the model which its `draft` or `base` names. If that
+        model is unusable, report the reason and return the spec unchanged.
+        """
         name = getattr(spec, key, None)
         if not isinstance(spec, ChatSpec) or name is None:
             return spec
         other = next((model for model in specs if model.id == name), None)
-        if other is None and ("models", name) in self._document.lines:  # `name` has a problem
+        if other is None and ("models", name) in self._document.lines:  # invalid, and reported
             return spec
         if other is None:
             problem = f"no model has the id {name!r}{_hint(name, [model.id for model in specs])}"
@@ -333,7 +342,7 @@ class _Reader:
                     self._report_missing(spec, root / inside)
 
     def _report_missing(self, spec: ModelSpec, path: Path) -> None:
-        """Report a folder or a GGUF file that does not exist."""
+        """Report a model's folder, or its GGUF file, if that does not exist."""
         is_file = spec.source.is_gguf
         noun, exists = ("file", Path.is_file) if is_file else ("folder", Path.is_dir)
         if exists(path):
@@ -343,7 +352,7 @@ class _Reader:
         self._report(("models", spec.id, _source_key(spec)), f"{spec.id}: {problem}")
 
     def _report(self, where: Where, message: str) -> None:
-        """Add a problem at its line, with the variable that set the value, if one did."""
+        """Add a problem with its line and, if a variable set the value, the variable's name."""
         line, message = self._line(where), message + self._set_by(where)
         if not line:
             self.faults[str(where[1])] = message
@@ -351,11 +360,11 @@ class _Reader:
 
     def _set_by(self, where: Where) -> str:
         places = (where[:depth] for depth in range(len(where), 0, -1))
-        # The innermost place counts. An alias has no variable, but all aliases together have one.
+        # The innermost place that a variable has set counts: for an alias, that is `aliases`.
         return next((f" (set by {self._set[place]})" for place in places if place in self._set), "")
 
 
-# YAML's words, for messages in which pydantic uses Python's.
+# Messages in YAML's words, in place of those in which pydantic names Python's types.
 MESSAGES = {
     "model_type": "should be a mapping",
     "dict_type": "should be a mapping",
@@ -369,7 +378,7 @@ def _hint(name: str, valid: Iterable[str]) -> str:
 
 
 def _why_no_draft(spec: ChatSpec, draft: ChatSpec) -> str:
-    """Return the reason why a model cannot be another's draft; empty if it can."""
+    """Return the reason why a model cannot be the draft of `spec`; empty if it can."""
     if draft.id == spec.id:
         return "a model cannot be its own draft"
     if draft.base is not None:
@@ -382,7 +391,7 @@ def _why_no_draft(spec: ChatSpec, draft: ChatSpec) -> str:
 
 
 def _why_no_base(spec: ChatSpec, base: ChatSpec) -> str:
-    """Return the reason why a model cannot be an adapter's base; empty if it can."""
+    """Return the reason why a model cannot be the base of `spec`; empty if it can."""
     if base.id == spec.id:
         return "a model cannot be its own base"
     if base.base is not None:
@@ -398,12 +407,14 @@ WHY_NOT = {"draft": _why_no_draft, "base": _why_no_base}
 
 
 def _source_key(spec: ModelSpec) -> str:
-    """Return the key that says where a model's files come from: for an adapter, its own files."""
+    """Return the key that has the source of a model's files: `adapter` or `source`."""
     return "adapter" if isinstance(spec, ChatSpec) and spec.adapter is not None else "source"
 
 
 def _keys_in_file(loc: tuple[int | str, ...]) -> Iterator[int | str]:
-    """Yield the parts of pydantic's path that are in the file, without names of union members."""
+    """Yield the parts of pydantic's path that are keys or indices in the file. pydantic adds the
+    names of union members, which are left out.
+    """
     for part in loc:
         if isinstance(part, int) or ("[" not in part and part != "bool"):
             yield part
@@ -420,7 +431,9 @@ def _keys_beside(model: type[BaseModel], keys: Where) -> set[str]:
 
 
 def _list_aliases(entry: object) -> Iterator[tuple[Where, str, bool]]:
-    """Yield each alias of an entry, valid or not: its place, its name and whether it is text."""
+    """Yield each alias of an entry, valid or not: its place in `aliases`, its name, and whether it
+    is written as text.
+    """
     if not isinstance(entry, dict):
         return
     aliases: dict[Where, Any] = {(): entry.get("aliases")}

@@ -1,8 +1,9 @@
-"""The names of the formats of tool calls and thinking in models.yaml; and, for messages, the valid
-name nearest to an unknown one.
+"""The names that models.yaml has for the formats of tool calls and of thinking. Also finds the
+valid name that is nearest to an unknown one, for messages.
 
-Formats have vLLM's names (`--tool-call-parser`, `--reasoning-parser`), and also mlx-lm's
-(`tool_parser_type`) where they differ. `none` means that no text is read as a call or as thinking.
+A format has the name that vLLM gives it (`--tool-call-parser`, `--reasoning-parser`) and, if it is
+different, mlx-lm's name (`tool_parser_type`). With the format `none`, no text is read as a call or
+as thinking.
 """
 
 import difflib
@@ -12,8 +13,8 @@ from types import MappingProxyType
 from typing import Final
 
 MAX_CHARS = 256  # the longest name to compare: difflib's time is quadratic in the length
-MAX_COMPARED = 32  # the most names compared, those that share most letters: 1,000 took 130 ms
-# A format's canonical name, and its other names.
+MAX_COMPARED = 32  # only the names that share most letters are compared: 1,000 names took 130 ms
+# The canonical name of each format, with the format's other names.
 TOOL_PARSERS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
         "apertus": (), "cohere_command3": ("cohere_command4",), "command_r": (),
@@ -71,5 +72,5 @@ def most_similar(name: str, valid: Iterable[str], most: int) -> list[str]:
 
 
 def did_you_mean(name: str | None) -> str:
-    """Return a hint that ends a sentence; empty if there is no name to suggest."""
+    """Return a hint to append to a message; empty if there is no name to suggest."""
     return f"; did you mean {name!r}?" if name else ""

@@ -1,4 +1,4 @@
-"""The JSON Schema of models.yaml, for editors that complete and check it."""
+"""The JSON Schema of models.yaml, with which editors complete and check the file."""
 
 import ast
 import inspect
@@ -23,8 +23,8 @@ _TEXT = {"type": "string"}
 
 def describe_fields(model: type[BaseModel]) -> dict[str, str]:
     """Return the docstring of each field, by the field's name."""
-    # Docstrings of attributes are read from the source: they are gone once a module is imported,
-    # and pydantic's way to keep them slows each start.
+    # Python does not keep the docstrings of attributes, so they are read from the source. pydantic
+    # could do that too (`use_attribute_docstrings`), but at every start, which would be slower.
     words: dict[str, str] = {}
     settings = describe_fields(Settings) if issubclass(model, Section) else {}
     for kind in reversed(model.__mro__):
@@ -43,7 +43,7 @@ def describe_fields(model: type[BaseModel]) -> dict[str, str]:
 
 
 def json_schema() -> dict[str, Any]:
-    """Return the JSON Schema of the file as users write it: any value may be `${VAR:-default}`."""
+    """Return the JSON Schema of models.yaml, in which any value may be `${VAR:-default}`."""
     _, schema = TypeAdapter.json_schemas(
         [(ModelSpec, "validation", TypeAdapter(ModelSpec))], ref_template="#/$defs/{model}"
     )
@@ -86,10 +86,12 @@ def json_schema() -> dict[str, Any]:
 
 
 def _value(schema: dict[str, Any], *, required: bool = True) -> dict[str, Any]:
-    """Allow a variable for a plain value, and null for an optional one."""
+    """Return a value's schema, extended: a plain value may also be a variable, and a value that is
+    not `required` may be null.
+    """
     bare = {key: value for key, value in schema.items() if key not in ("title", "default")}
     about = {key: schema[key] for key in ("default",) if schema.get(key) is not None}
-    # A key that takes any text takes `${VAR}` too.
+    # A schema that allows any text allows `${VAR}` already.
     options = [_inner(option) for option in bare.pop("anyOf", [bare]) if option != _NULL]
     if any(_is_plain(option) for option in options) and _TEXT not in options:
         options.append(_REF)
@@ -103,7 +105,7 @@ def _is_plain(schema: dict[str, Any]) -> bool:
 
 
 def _inner(schema: dict[str, Any]) -> dict[str, Any]:
-    """Allow variables in the items of a list and the values of a mapping."""
+    """Return the schema with variables allowed in a list's items and in a mapping's values."""
     for key in ("items", "additionalProperties"):
         if isinstance(schema.get(key), dict):
             return {**schema, key: _value(schema[key])}

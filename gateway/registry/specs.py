@@ -1,6 +1,6 @@
-"""The keys of a model in models.yaml: one frozen type per kind.
+"""The keys that an entry of models.yaml may have: one frozen class for each kind of model.
 
-A key that overrides a setting takes its type, bounds and description.
+A key that overrides a setting has the setting's bounds and description.
 """
 
 from collections.abc import Mapping, Sequence, Set
@@ -42,13 +42,13 @@ from gateway.settings import PrefixBytes, Settings
 
 @dataclass(frozen=True, slots=True)
 class Overrides:
-    """Marks a key that overrides a setting for its model."""
+    """Marks a key that overrides a setting of the gateway for one model."""
 
     setting: str
 
 
 ADOPTABLE: Final = "adoptable"
-"""Marks a key that no load depends on: a loaded model adopts its value."""
+"""Marks a key that loading does not depend on: a loaded model adopts a new value of it."""
 
 
 def override(setting: str, *, adoptable: bool = False) -> Any:
@@ -73,7 +73,7 @@ class Section(BaseModel):
 
     @classmethod
     def adoptable_keys(cls) -> dict[str, Any]:
-        """Return the keys that no load depends on, in the form of pydantic's `exclude`."""
+        """Return the keys that loading does not depend on, as a value for pydantic's `exclude`."""
         keys: dict[str, Any] = {}
         for key, field in cls.model_fields.items():
             if ADOPTABLE in field.metadata:
@@ -130,7 +130,9 @@ class ChatBatching(Section):
     prefix_cache_bytes: PrefixBytes | None = override("prefix_cache_bytes")
     speculate_rows: int | None = override("speculate_rows")
     mode: Annotated[BatchingMode, BeforeValidator(read_mode, json_schema_input_type=Modes)] = "auto"
-    """Whether answers are decoded together: as a self-test allows, always, or one at a time."""
+    """Whether answers are decoded together: `auto` if a self-test allows it; `force` always; `off`
+    never.
+    """
 
 
 class Structured(Section):
@@ -146,16 +148,16 @@ class Structured(Section):
 
 
 class Sampling(Section):
-    """Defaults of a request's fields; those of generation_config.json if absent here."""
+    """Defaults for fields that a request leaves out; if absent, those of generation_config.json."""
 
     temperature: float | None = Field(default=None, ge=0, le=2)
     """0 is greedy."""
     top_p: float | None = Field(default=None, gt=0, le=1)
-    """Nucleus probability."""
+    """Sample from the likeliest tokens that together have this probability."""
     top_k: int | None = Field(default=None, ge=0)
-    """Best tokens kept; 0 keeps all."""
+    """Sample from this many of the likeliest tokens; 0 is all."""
     min_p: float | None = Field(default=None, ge=0, le=1)
-    """Floor relative to the best token."""
+    """Least probability of a token, as a share of the likeliest token's."""
     repetition_penalty: float | None = Field(default=None, gt=0, le=10)
     """Above 1, tokens of the prompt and of the answer so far become less likely."""
     max_tokens: int | None = Field(default=None, ge=1)
@@ -204,9 +206,9 @@ class _Spec(Section):
     """Once loaded, stay loaded: never evicted, nor unloaded for being idle."""
     ttl_s: float | None = override("model_ttl_s", adoptable=True)
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
-    """Weights' type; auto is the checkpoint's, float32 on CPU."""
+    """Type of the weights; auto is the checkpoint's type, or float32 on a CPU."""
     max_context: int | None = Field(default=None, ge=8)
-    """Longest input in tokens; never beyond the model's own."""
+    """Longest input in tokens, at most the model's own limit."""
     queue_limit: int | None = override("queue_limit", adoptable=True)
     queue_max_tokens: int | None = override("queue_max_tokens", adoptable=True)
 
@@ -237,7 +239,7 @@ class _Spec(Section):
 
 
 def _misplaced(key: str, message: str) -> PydanticCustomError:
-    """Return the error for a key that cannot stand beside the others."""
+    """Return the error for a key that does not fit the other keys of the entry."""
     return PydanticCustomError("misplaced_key", "{message}", {"key": key, "message": message})
 
 
@@ -249,17 +251,17 @@ class EmbeddingSpec(_Spec):
     kind: Literal["embedding"]
     """This is an embedding model."""
     pooling: Literal["mean", "cls", "last"] | None = None
-    """Needed only where the model's own files don't say."""
+    """How a text's token vectors become one; needed only if the model's files don't say."""
     normalize: bool | None = None
-    """Scale vectors to length 1; the model's own files decide when absent."""
+    """Scale vectors to length 1; if absent, the model's files decide."""
     prompts: dict[str, str] = {}
-    """Texts put before inputs, by their names; absent, the model's own are used."""
+    """Texts to put before inputs, by name; if absent, the model's own prompts."""
     default_prompt_name: Annotated[str | None, ADOPTABLE] = None
     """The prompt used when neither request nor alias names one."""
     overflow: Annotated[Literal["error", "truncate"], ADOPTABLE] = "error"
-    """What happens to a text beyond the limit: a 400, or a cut that is reported."""
+    """A text beyond the limit: `error` answers 400, `truncate` cuts it and reports that."""
     matryoshka: Annotated[Sizes, ADOPTABLE] = False
-    """Whether vectors may be shortened: true, or the sizes allowed."""
+    """Whether vectors may be shortened: true for any size, or a list of the sizes allowed."""
     token_ids: Annotated[Literal["reject", "accept"], ADOPTABLE] = "reject"
     """Whether inputs may be token ids of this model's own tokenizer."""
     batching: EmbeddingBatching = Field(default_factory=EmbeddingBatching)
@@ -295,15 +297,15 @@ class RerankSpec(_Spec):
     kind: Literal["rerank"]
     """This is a rerank model."""
     scoring: Literal["head", "labels"] = "head"
-    """By a classification head, or by a causal model's probabilities of labels."""
+    """`head` scores by a classification head, `labels` by a causal model's label probabilities."""
     template: Annotated[Template, AfterValidator(_rerank_template)] = None
-    """With labels: the prompt, or file:path to it, with {instruction}, {query} and {document};
-    absent, Qwen3-Reranker's.
+    """With labels: the prompt, or file:path to it, with {instruction}, {query} and {document}; if
+    absent, Qwen3-Reranker's prompt.
     """
     labels: tuple[str, ...] = Field(default=("yes", "no"), min_length=1, max_length=2)
-    """With labels: the words for relevant and not relevant, one token each; or only the first."""
+    """With labels: the words for relevant and not relevant, or only the first; each one token."""
     instruction: str | None = None
-    """With labels: the instruction where a request has none; absent, Qwen3-Reranker's."""
+    """With labels: the instruction if a request has none; if absent, Qwen3-Reranker's."""
     max_tokens_per_doc: Annotated[int | None, ADOPTABLE] = Field(default=None, ge=1)
     """Longest document in tokens, where a request sets no limit; longer ones are cut."""
     batching: EmbeddingBatching = Field(default_factory=EmbeddingBatching)
@@ -324,12 +326,14 @@ ADAPTER_KEYS: Final = frozenset(
         *("queue_limit", "sampling", "thinking", "thinking_budget"),
     }
 )
-"""The keys that an adapter's entry may have. The entry of its base sets all others for both."""
+"""The keys that an adapter's entry may have. All other keys are set in the entry of its base, and
+hold for both.
+"""
 
 
 class ChatSpec(_Spec):
-    """A model that answers conversations: a whole model, or an adapter that shares its base's
-    weights. The source of an adapter is its own files.
+    """A model that answers conversations: a whole model, or an adapter that uses its base's
+    weights. The `source` of an adapter is where its own files are.
     """
 
     takes_gguf = True
@@ -338,19 +342,19 @@ class ChatSpec(_Spec):
     kind: Literal["chat"]
     """This is a chat model."""
     sampling: Annotated[Sampling, ADOPTABLE] = Field(default_factory=Sampling)
-    """Defaults for what a request leaves out."""
+    """Defaults for fields that a request leaves out."""
     chat_template: Template = None
-    """A Jinja template, or file:path to one; absent, the model's own."""
+    """A Jinja template, or file:path to one; if absent, the model's own."""
     chat_template_kwargs: dict[str, Any] = {}
     """Passed to the template on every request."""
     tool_parser: ToolParser | None = None
-    """How the model marks its calls; absent, its files decide."""
+    """How the model marks tool calls; if absent, its files decide."""
     reasoning_parser: ReasoningParser | None = None
-    """How the model marks its thinking; absent, its files decide."""
+    """How the model marks its thinking; if absent, its files decide."""
     split_special_tokens: bool = False
     """Whether control tokens in texts from callers are read as plain letters."""
     thinking: Annotated[bool | None, ADOPTABLE] = None
-    """Whether the model thinks before it answers; absent, its template decides."""
+    """Whether the model thinks before it answers; if absent, its template decides."""
     thinking_budget: Annotated[
         ThinkingBudgets,
         BeforeValidator(read_thinking_budget, json_schema_input_type=ThinkingBudgets | int),
@@ -358,11 +362,11 @@ class ChatSpec(_Spec):
     ] = Field(default_factory=ThinkingBudgets)
     """The most tokens of thinking before it is ended; a number stands for `{default: …}`."""
     draft: Name | None = None
-    """The id of a smaller chat model with the same tokenizer, whose guesses this one checks several
-    at a time. Answers stay the same.
+    """The id of a smaller chat model with the same tokenizer. It guesses tokens, which this model
+    checks several at a time. Answers stay the same.
     """
     base: Name | None = None
-    """The id of the chat model whose weights this one shares. It has no `source`."""
+    """The id of the chat model whose weights this adapter uses, in place of a `source`."""
     adapter: AdapterOf = None
     """With `base`: the LoRA adapter, a folder as mlx-lm writes it: hub:org/name[@revision],
     path:folder or package:module/folder.
@@ -372,9 +376,9 @@ class ChatSpec(_Spec):
     `mlx-gateway doctor --engine` shows the speed with and without.
     """
     kv_bits: Literal[8, 4] | None = None
-    """Bits of each value in the KV cache; absent, the cache is not quantized."""
+    """Bits of each value in the KV cache; if absent, the cache is not quantized."""
     images: bool = True
-    """Whether a model that can read images does. If false, that part of its files stays unread."""
+    """Whether images are read, if the model can. If false, its vision weights are not loaded."""
     parallel: Literal["tensor", "pipeline"] | None = None
     """Under mlx.launch: how the model is divided among all Macs. `tensor` divides each layer, and
     `pipeline` gives each Mac some layers. A single Mac serves the whole model.
@@ -385,7 +389,7 @@ class ChatSpec(_Spec):
         ChatBatching,
         BeforeValidator(read_batching, json_schema_input_type=ChatBatching | Modes),
     ] = Field(default_factory=ChatBatching)
-    """Overrides of the gateway's settings; `force` and `off` stand for `{mode: …}`."""
+    """Overrides of the gateway's settings; a word such as `off` stands for `{mode: off}`."""
     _draft_spec: "ChatSpec | None" = PrivateAttr(default=None)
     _base_spec: "ChatSpec | None" = PrivateAttr(default=None)
 
@@ -400,18 +404,20 @@ class ChatSpec(_Spec):
         return self._draft_spec
 
     def drafts_with(self) -> tuple[object, ...]:
-        """Return the values of this model's keys that matter to a model that it drafts for."""
+        """Return the values of the keys on which a model that uses this one as draft depends."""
         return (self.source, self.dtype, self.fuse_projections, self.kv_bits)
 
     def draft_in_use(self, speculate_rows: int) -> "ChatSpec | None":
-        """Return the draft model; None if drafts are off. `speculate_rows` is the gateway's."""
+        """Return the draft model; None if drafts are off. `speculate_rows` is the setting's value,
+        which counts unless this model has its own.
+        """
         row_count = self.batching.speculate_rows
         if row_count is None:
             row_count = speculate_rows
         return self._draft_spec if row_count else None
 
     def with_part(self, key: Literal["draft", "base"], part: "ChatSpec") -> "ChatSpec":
-        """Return a copy that has the model named by its `draft` or `base`."""
+        """Return a copy with the spec of the model that the key `draft` or `base` names."""
         spec = self.model_copy()
         if key == "draft":
             spec._draft_spec = part

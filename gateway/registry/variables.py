@@ -6,9 +6,9 @@ GATEWAY_QWEN3_0_6B_SAMPLING_TOP_K sets `sampling.top_k` of qwen3-0.6b. No variab
 
 1. The exact name of a setting is that setting.
 2. A variable that the file expands, as ${…}, has no other effect.
-3. Any other belongs to the model with the longest id whose remainder is one of its keys. There is
-   only one: two ids are refused in one file if some variable could set a key of each, and an id is
-   refused if one of its variables is a setting.
+3. Any other variable sets the key of the model whose id and key make up its name. Only one model
+   fits: two ids are refused in one file if some variable could set a key of each, and an id is
+   refused if a variable for one of its keys is also a setting.
 """
 
 import re
@@ -27,7 +27,7 @@ Path = tuple[str, ...]
 
 
 class ModelVariables:
-    """The variables for one model's keys. `entry` is the model's mapping in the file."""
+    """The variables for the keys of one model. `entry` is the model's entry in the file."""
 
     def __init__(self, model: str, entry: Mapping[str, Any], variables: Mapping[str, str]) -> None:
         self.model = model
@@ -37,22 +37,25 @@ class ModelVariables:
         # An entry of an unknown kind may have the keys of all kinds.
         specs = [SPECS[kind]] if kind in SPECS else SPECS.values()
         self._types = {path: kind for spec in specs for path, kind in _types(spec)}
-        # The path that each variable sets, without those inside mappings that take any key.
+        # Each variable with the path that it sets, except for variables of a mapping with free
+        # keys: these cannot be listed.
         self.paths = {self._stem + _in_capitals("_".join(path)): path for path in self._types}
 
     def path(self, variable: str) -> Path | None:
-        """Return the path that a variable sets; None if it is not one of this model's."""
+        """Return the path that a variable sets; None if it sets no key of this model."""
         if variable in self.paths or not variable.startswith(self._stem):
             return self.paths.get(variable)
         for key, names in self._free_keys():
             name = variable.removeprefix(f"{self._stem}{_in_capitals(key)}_")
             if name != variable and name and name == _in_capitals(name):
-                # The file's key with that name in capitals, otherwise a new key.
+                # The key in the file that has this name in capitals, or else a new key.
                 return key, names.get(name, [name.lower()])[0]
         return None
 
     def override(self, variables: Mapping[str, str]) -> tuple[dict[str, Any], dict[Path, str]]:
-        """Return the entry with the values of variables, and the variable of each value."""
+        """Return the entry with the values that variables set, and, for each path that was set, the
+        name of the variable.
+        """
         entry = dict(self._entry)
         paths = {name: self.path(name) for name in variables}
         names = {path: name for name, path in paths.items() if path}
@@ -66,7 +69,7 @@ class ModelVariables:
                 entry[key] = _replace_aliases(section, value)
             elif not inside:
                 entry[key] = value
-            elif section is None or isinstance(section, dict):  # others are reported later
+            elif section is None or isinstance(section, dict):  # anything else is reported later
                 entry[key] = {**(section or {}), inside[0]: value}
         return entry, names
 
@@ -91,7 +94,7 @@ class ModelVariables:
                     yield f"{clash}; choose another name for one of them"
 
     def _clash(self, model: "ModelVariables") -> str:
-        """Describe the first variable that sets a key here and one of another model."""
+        """Describe the first variable that would set a key of this model and of another one."""
         # Names that begin differently cannot clash.
         if not (self._stem.startswith(model._stem) or model._stem.startswith(self._stem)):
             return ""
@@ -102,31 +105,31 @@ class ModelVariables:
         return ""
 
     def _value(self, path: Path, text: str) -> Any:
-        """Read a text as unquoted YAML, or return it as it is if the key takes text."""
+        """Return a variable's text unchanged if the key takes text, else read it as plain YAML."""
         kind = self._types.get(path) or get_args(self._types[path[:1]])[1]
         value = read_plain_value(text)
-        # Text that looks like a number or a boolean stays text; null still means no value.
+        # For a key that takes text, even `1` and `true` stay text. `null` still means no value.
         takes_text = str in get_args(kind) or path == ("aliases",)
         if kind is str or (takes_text and value is not None):
             return text
         return value
 
     def _free_keys(self) -> Iterator[tuple[str, dict[str, list[str]]]]:
-        """Yield each mapping that takes any key, with its keys in the file by their names in
-        capitals.
+        """Yield each key whose value is a mapping with free keys. With it, yield the keys that this
+        mapping has in the file, by their names in capitals.
         """
         for path, kind in self._types.items():
             if get_origin(kind) is dict:
                 names: dict[str, list[str]] = {}
                 mapping = self._entry.get(path[0])
-                # A value that is not a mapping is reported later.
+                # If the value is not a mapping, that is reported later.
                 for key in mapping if isinstance(mapping, dict) else ():
                     names.setdefault(_in_capitals(key), []).append(key)
                 yield path[0], names
 
 
 def kind_variable(model: str) -> str:
-    """Return the variable that sets a model's kind."""
+    """Return the name of the variable that sets a model's kind."""
     return f"{PREFIX}{_in_capitals(model)}_KIND"
 
 
@@ -140,10 +143,10 @@ def _types(spec: type[BaseModel]) -> Iterator[tuple[Path, Any]]:
 
 
 def _replace_aliases(aliases: object, names: str | None) -> object:
-    """Replace the aliases that are text with `names`; mappings stay."""
+    """Replace the aliases that are written as text with `names`, and keep the mappings."""
     if not isinstance(aliases, list):
         return names
-    # Mappings keep their places in the list, by which their lines are found.
+    # Each mapping keeps its index in the list, by which the line of a problem is found.
     mappings = ["" if isinstance(alias, str) else alias for alias in aliases]
     return [*mappings, names or ""]
 

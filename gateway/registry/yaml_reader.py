@@ -1,12 +1,12 @@
-"""Parses YAML text into plain values with their lines, and replaces ${VAR:-default} in them.
+"""Parses YAML text into plain values with their lines, and replaces ${VAR:-default} in the values.
 
-Only YAML's own plain types are built; any other tag is a problem. Problems are collected, so that
-one reading reports them all.
+Values are mappings, lists, text, numbers, booleans and null; any other tag is a problem. Problems
+are collected, so that all are reported together.
 """
 
 # ruamel.yaml's round-trip loader knows lines too, but it raises at the first repeated key or
-# mistyped tag, converts values before variables can be replaced in them, and returns numbers of its
-# own types, which another walk like the one here would have to convert.
+# mistyped tag, converts values before variables can be replaced in them, and returns numbers of
+# types that would have to be converted, with as much code as there is here.
 
 import re
 from collections.abc import Callable, Mapping
@@ -17,7 +17,7 @@ import yaml
 
 from gateway.registry.names import did_you_mean, nearest
 
-MAX_VALUES = 100_000  # 480 bytes of nested anchors can make hundreds of millions
+MAX_VALUES = 100_000  # most values of a file: 480 bytes of anchors can make hundreds of millions
 
 # The keys and indices that lead to a value.
 Where = tuple[str | int, ...]
@@ -29,7 +29,7 @@ _STR = "tag:yaml.org,2002:str"
 
 
 class _Loader(yaml.SafeLoader):
-    """A safe loader without dates: `2024-01-01` is text."""
+    """A safe loader that reads dates as text, such as `2024-01-01`."""
 
 
 _Loader.yaml_implicit_resolvers = {
@@ -40,14 +40,14 @@ _Loader.yaml_implicit_resolvers = {
 
 @dataclass(slots=True)
 class Document:
-    """The value of a file, the line of each part of it, and its problems."""
+    """A parsed file: its value, the lines of all parts of the value, and the file's problems."""
 
     value: Any = None
     lines: dict[Where, int] = field(default_factory=dict)
     problems: list[tuple[int, str]] = field(default_factory=list)
-    # Values that are missing because of a reported problem.
+    # Places whose value is missing because of a problem that is reported.
     broken: set[Where] = field(default_factory=set)
-    variables: set[str] = field(default_factory=set)
+    variables: set[str] = field(default_factory=set)  # names of all variables in the file
 
     def line(self, where: Where) -> int:
         """Return the line of a value, or of the nearest mapping or list around it."""
@@ -66,10 +66,10 @@ class ExpansionInvalid(ValueError):
 
 
 def expand(text: str, variables: Mapping[str, str]) -> tuple[str, list[str]]:
-    """Replace `${VAR}` and `${VAR:-default}` in a text. Return it, and the names of the variables.
-    Raises ExpansionInvalid.
+    """Replace `${VAR}` and `${VAR:-default}` in a text. Return the new text, and the names of the
+    variables. Raises ExpansionInvalid.
 
-    `$$` writes a dollar sign. As in a shell, `:-` also replaces an empty value.
+    `$$` becomes a dollar sign. As in a shell, the default also replaces an empty value.
     """
     names: list[str] = []
 
@@ -94,19 +94,19 @@ def expand(text: str, variables: Mapping[str, str]) -> tuple[str, list[str]]:
     return _PART.sub(value, text), names
 
 
-# Stands for a value whose variable is empty, which counts as if its key were absent.
+# Stands for a value that is empty once its variables are replaced: its key counts as absent.
 _ABSENT = object()
 
 
 def read_yaml(text: str, variables: Mapping[str, str]) -> Document:
-    """Parse a YAML document and replace the variables in its values; never raises."""
+    """Parse a YAML document and replace the variables in its values. Never raises."""
     document = Document()
     loader = None
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
         if node is not None and _count_values(node, {}) > MAX_VALUES:
-            document.problems.append((1, f"its anchors stand for over {MAX_VALUES:,} values"))
+            document.problems.append((1, f"its anchors expand to over {MAX_VALUES:,} values"))
         elif node is not None:
             document.value = _Builder(loader, document, variables).build(node, (), ())
     except yaml.MarkedYAMLError as error:
@@ -142,7 +142,7 @@ def _plain_tag(loader: _Loader, text: str) -> str:
 
 
 def read_plain_value(text: str) -> object:
-    """Read a text as YAML reads a plain scalar: as a number, a boolean, null or otherwise text."""
+    """Read a text as an unquoted YAML value: a number, a boolean, null or, failing these, text."""
     loader = _Loader("")
     tag = _plain_tag(loader, text)
     try:
@@ -186,7 +186,7 @@ class _Builder:
     def _mapping(
         self, node: yaml.MappingNode, where: Where, around: tuple[yaml.Node, ...]
     ) -> dict[str, Any]:
-        if id(node) not in self._flat:  # an anchor's mapping is built once for each use
+        if id(node) not in self._flat:  # a mapping with an anchor is built again for each use
             self._flat.add(id(node))
             self._report_duplicates(node)
             self._loader.flatten_mapping(node)

@@ -17,13 +17,13 @@ from gateway.jobs import Caller
 
 
 class Arrival:
-    """A request that is being parsed or tokenized, and not queued yet."""
+    """A request that is being parsed or tokenized, and is not queued yet."""
 
     def __init__(self, arrivals: "Arrivals") -> None:
         self._arrivals = arrivals
 
     def end(self) -> None:
-        """Stop counting the request, because it is queued or over. A second call does nothing."""
+        """Stop counting the request, which is now queued or over. A second call does nothing."""
         self._arrivals._end(self)
 
 
@@ -65,7 +65,7 @@ class Arrivals:
             await asyncio.sleep(0)
 
     async def wait_for_change(self, timeout_s: float) -> None:
-        """Wait until one of the requests is queued or over, for at most `timeout_s`."""
+        """Wait until one of the counted requests is queued or over, for at most `timeout_s`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._changed.wait()
@@ -85,8 +85,8 @@ NO_BOUND: Final = 2**62
 def retry_after_s(waiting: float, finished: float, seconds: float) -> float:
     """Estimate the seconds until a queue has drained, between LEAST_RETRY_S and MOST_RETRY_S.
 
-    `finished` items were served in the last `seconds`. The estimate adds one that is about to
-    finish, so it is short for a new queue, and grows with time for a stuck one.
+    `finished` items were served in the last `seconds`. One more is counted as about to finish, so
+    the estimate is short for a new queue, and grows with time for a stuck queue.
     """
     drained_s = waiting * seconds / (finished + 1)
     return min(MOST_RETRY_S, max(LEAST_RETRY_S, drained_s))
@@ -108,10 +108,11 @@ _GAUGES = {
 
 
 class Admission:
-    """A bound on how much of one unit a model's requests, waiting and running, hold together.
+    """A bound on the total of one unit, such as tokens, that all requests of a model hold while
+    they wait or run.
 
-    It also measures the recent rate at which they release it. A request that would exceed `limit`
-    is refused, unless nothing is held: a request that is alone may hold any amount.
+    A request that would exceed `limit` is refused, unless no other request holds anything: a single
+    request may hold any amount. The recent rate of releases is measured, for `retry_after_s`.
     """
 
     def __init__(
@@ -133,8 +134,8 @@ class Admission:
         """Hold `amount` while entered. Raises Overloaded if there is no room.
 
         `Retry-After` is `retry_after_s` or, by default, an estimate of when the queue has drained.
-        `is_more` means that the request holds some already: it then gets a place only while the
-        total stays within half of the limit.
+        `is_more` means that the request holds an amount already: it gets more only while the total
+        of all requests stays within half of the limit.
         """
         held = self._held + amount
         is_greedy = is_more and 2 * held > self.limit
@@ -147,7 +148,7 @@ class Admission:
             self.begin()
         self._held = held
         self._gauge.inc(amount)
-        # The amount is released however the request ends, and counts for the rate.
+        # However the request ends, its amount is released, and counts for the rate of releases.
         try:
             yield
         finally:
@@ -156,7 +157,7 @@ class Admission:
 
     @property
     def limit(self) -> int:
-        """Return how much may be held. Lowering it affects only new requests."""
+        """Return the most that requests may hold together. A new limit holds for new requests."""
         return self._limit
 
     @limit.setter
@@ -166,7 +167,7 @@ class Admission:
             metrics.of(metrics.QUEUE_TOKENS_LIMIT, self._model).set(limit)
 
     def begin(self) -> None:
-        """Start measuring the rate anew: until now nothing could have been released."""
+        """Start measuring the rate of releases anew: before now, nothing could be released."""
         self._since, self._finished = self._now(), 0.0
 
     def _release(self, amount: int) -> None:
@@ -191,7 +192,7 @@ async def until_deadline(caller: Caller) -> AsyncIterator[None]:
         async with limit:
             yield
     except TimeoutError:
-        if not limit.expired():  # a timeout from elsewhere, such as a slow disk
+        if not limit.expired():  # the TimeoutError is from other code, such as of a slow disk
             raise
         raise DeadlineExceeded(caller.allowed_s) from None
 

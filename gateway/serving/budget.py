@@ -11,20 +11,24 @@ class Evictable(Protocol):
     """The loaded models, of which idle ones may be evicted."""
 
     def evict_idle(self, nbytes: int, *, is_pressing: bool) -> None:
-        """Evict idle models if that frees `nbytes`; recently used ones only if it is pressing."""
+        """Evict idle models until `nbytes` are free, or none if that is impossible. Recently used
+        models are evicted only if `is_pressing`.
+        """
 
     def pinned_bytes(self, *, without: str) -> int:
-        """Return the bytes of all pinned models but this one."""
+        """Return the bytes of all pinned models except the one with this id."""
 
     def model_bytes(self) -> int:
         """Return the bytes of all models, without those of sequences and prefix caches."""
 
 
 class Budget:
-    """The bytes of all models. A model's weights have one share, its sequences' KV another."""
+    """The memory that all models may take together, divided into shares. Each model has a share for
+    its weights, and another for the KV of its sequences.
+    """
 
-    # The budget counts bytes and refuses none: code that needs more than `free_bytes` waits until
-    # its listener is called, or calls `evict_idle`.
+    # The budget counts bytes but never refuses them: code that needs more than `free_bytes` has to
+    # wait until its listener is called, or to call `evict_idle`.
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self.claimed_bytes = 0
@@ -35,16 +39,18 @@ class Budget:
 
     @property
     def free_bytes(self) -> int:
-        """Return the bytes that nobody holds; negative if models are larger than estimated."""
+        """Return the bytes that no share holds; negative if models are larger than estimated."""
         return self.limit_bytes - self._held_bytes
 
     @property
     def spare_bytes(self) -> int:
-        """Return the bytes that a new sequence may take: free ones, less those that are claimed."""
+        """Return the bytes that a new sequence may take: `free_bytes` less the claimed bytes."""
         return self.free_bytes - self.claimed_bytes
 
     def claim(self, nbytes: int) -> None:
-        """Reserve bytes, whether free now or later, for models that wait to be loaded."""
+        """Keep bytes from new sequences, for models that wait to be loaded. The bytes may be in use
+        still.
+        """
         before, self.claimed_bytes = self.claimed_bytes, nbytes
         if nbytes < before or (nbytes > before and self.prefix_bytes):
             self.notify()
@@ -58,12 +64,12 @@ class Budget:
         self._models = models
 
     def evict_idle(self, nbytes: int, *, is_pressing: bool) -> None:
-        """Evict idle models if that frees `nbytes`; recently used ones only if it is pressing."""
+        """Evict idle models as `Evictable.evict_idle` does."""
         if self._models is not None:
             self._models.evict_idle(nbytes, is_pressing=is_pressing)
 
     def pinned_bytes(self, *, without: str) -> int:
-        """Return the bytes of all pinned models but this one."""
+        """Return the bytes of all pinned models except the one with this id."""
         if self._models is None:
             return 0
         return self._models.pinned_bytes(without=without)
@@ -74,7 +80,7 @@ class Budget:
 
     @property
     def prefix_bytes(self) -> int:
-        """Return the bytes of all prefix pools, which are freed when others need them."""
+        """Return the bytes of all prefix pools. They are freed if models or sequences need them."""
         return sum(prefixes.nbytes for prefixes in self.prefixes)
 
     def kept_besides(self, own: "PrefixShare") -> int:
@@ -82,9 +88,10 @@ class Budget:
         return sum(prefixes.nbytes for prefixes in self.prefixes if prefixes is not own)
 
     def recall(self, nbytes: int, *, besides: "PrefixShare") -> bool:
-        """Ask the other prefix pools to free `nbytes`. Return False if they hold none.
+        """Ask all prefix pools except `besides` to free `nbytes` together. Return False if these
+        pools are empty.
 
-        Each pool frees its bytes in a turn of one of its models. Listeners are called after that.
+        A pool frees its bytes later, in a turn of one of its models. Then listeners are called.
         """
         is_new = is_due = False
         for prefixes in self.prefixes:
@@ -115,13 +122,13 @@ class Budget:
 
     def _change(self, by: int) -> None:
         self._held_bytes += by
-        # The listeners of models with prefix pools free the missing bytes.
+        # If bytes are missing, the listeners of models with prefix pools free them.
         if by < 0 or (self.free_bytes < 0 and self.prefix_bytes):
             self.notify()
 
 
 class Share:
-    """The part of a budget that one holder has."""
+    """The bytes of a budget that one holder has, such as a model's weights."""
 
     def __init__(self, budget: Budget) -> None:
         self._budget = budget
@@ -129,7 +136,7 @@ class Share:
         self.nbytes = 0
 
     def resize(self, nbytes: int) -> None:
-        """Hold `nbytes` from now on, whether they are free or not: they may be allocated already.
+        """Hold `nbytes` from now on, even if they are not free: they may be allocated already.
 
         Raises ValueError for a negative number, and RuntimeError if a listener called by this
         method resizes the same share.
@@ -151,10 +158,12 @@ class Share:
 
 
 class PrefixShare:
-    """The share of the budget that one prefix pool has. It is freed first if others need bytes."""
+    """The share of the budget that one prefix pool has. When models or sequences need bytes, those
+    of prefix pools are freed first.
+    """
 
-    # The pool has at most `most` bytes. With `leaves_room` it also leaves room beside it for the
-    # models and one sequence.
+    # The pool has at most `most` bytes. With `leaves_room` it has less, if otherwise the models and
+    # one sequence would not fit beside it.
     def __init__(self, budget: Budget, most: int, *, leaves_room: bool = False) -> None:
         self._budget = budget
         self._share = budget.share()
@@ -169,7 +178,7 @@ class PrefixShare:
 
     @property
     def excess_bytes(self) -> int:
-        """Return the bytes that this pool has to free, after earlier pools have freed theirs."""
+        """Return the bytes that this pool has to free, once the pools before it are empty."""
         wanted = -self._budget.spare_bytes
         for prefixes in self._budget.prefixes:
             if prefixes is self:
@@ -180,8 +189,8 @@ class PrefixShare:
     def allowed(self, row_bytes: int) -> int:
         """Return the bytes that the pool may have from now on, beside a sequence of `row_bytes`.
 
-        If it has to free bytes, it may keep the rest. If the budget has spare bytes, it may grow
-        into them. Otherwise it keeps its size. `most` bounds all three.
+        A pool that has to free bytes may keep the rest. If the budget has spare bytes, the pool may
+        grow by these. Otherwise the pool keeps its size. It never exceeds `most` bytes.
         """
         most, excess, spare = self._most, self.excess_bytes, self._budget.spare_bytes
         if self._leaves_room:
@@ -194,7 +203,7 @@ class PrefixShare:
         return min(most, self.nbytes)
 
     def shrink_to(self, nbytes: int) -> None:
-        """Lower the share to at most `nbytes`: the engine's next step frees the rest."""
+        """Lower the share to at most `nbytes`. The engine's next step must free the rest."""
         self.recalled = 0
         self.note(min(self.nbytes, nbytes))
 
@@ -218,8 +227,9 @@ class PrefixShare:
 
 
 def bound_prefixes(most: int, room: int, row_bytes: int) -> int:
-    """Return the most bytes of a prefix pool, at most `most`, within the `room` that models leave.
+    """Return the most bytes that a prefix pool may have: `most`, or less so that it fits into the
+    `room` that models leave.
 
-    They leave `row_bytes` of it for a sequence, unless the pool would get under LEAST_PREFIXES.
+    In this room `row_bytes` stay free for a sequence, as long as the pool keeps LEAST_PREFIXES.
     """
     return max(0, min(most, max(room - row_bytes, min(room, LEAST_PREFIXES))))

@@ -23,8 +23,9 @@ PROBE_PAUSE_S: Final = 1.0  # pause between probes: a GPU fails all work while i
 class DeviceHealth:
     """The state of the device, concluded from the errors of all models.
 
-    A caller's prompt alone never makes the device count as lost. That takes an error known to be
-    permanent, or a model's own test prompt that fails PROBES times in a row for unknown reasons.
+    A caller's prompt alone never makes the device count as lost. It counts as lost after an error
+    that is known to be permanent, or once a model's fixed test prompt has failed PROBES times in a
+    row for unknown reasons.
     `note` and `shed` must run on the lane's thread.
     """
 
@@ -44,7 +45,9 @@ class DeviceHealth:
             raise DeviceLost
 
     def classify(self, error: Exception) -> Fault:
-        """Return an error's kind of fault. A GatewayError has that of its cause, or else ROW."""
+        """Return an error's kind of fault. A GatewayError has the kind of its cause; if that is
+        missing or UNKNOWN, the kind is ROW.
+        """
         if not isinstance(error, GatewayError):
             return self._classify(error)
         fault = Fault.ROW if error.__cause__ is None else self._classify(error.__cause__)
@@ -54,7 +57,7 @@ class DeviceHealth:
 
     def see(self, error: Exception) -> Exception:
         """Return the error to raise in the caller: DeviceLost if `error` shows that the device is
-        lost; otherwise `error`, or a clearer one that `name` puts in its place. Must run on the
+        lost, otherwise `error` or the clearer error that `name` returns for it. Must run on the
         lane's thread.
         """
         error = self._name(error)
@@ -67,7 +70,7 @@ class DeviceHealth:
         """Record a fault of a pass. Raises DeviceLost if the device is lost.
 
         After UNKNOWN_FAULTS faults of unknown cause, `probe` is called to find out whether the
-        device still works: it makes the model compute a prompt of its own.
+        device still works: it makes the model compute a fixed test prompt.
         """
         if fault is Fault.FATAL:
             self._lose(message)
@@ -109,8 +112,8 @@ class DeviceHealth:
             self._shedders.remove(shed)
 
     def shed(self) -> None:
-        """Free memory that is only kept for reuse: prefix caches and MLX's free buffers. Errors
-        meanwhile, such as a late one of an earlier MLX call, are logged and not raised.
+        """Free memory that is only kept for reuse: prefix caches and MLX's free buffers. An error
+        meanwhile, which may even be that of an earlier MLX call, is logged and not raised.
         """
         metrics.SHEDDINGS.inc()
         for shed in tuple(self._shedders):
@@ -136,7 +139,9 @@ async def run_forever(
     work: Callable[[], Awaitable[None]],
     on_error: Callable[[Exception], None] = lambda _: None,
 ) -> None:
-    """Call `work` until cancelled. `on_error` must end the requests whose work was lost."""
+    """Call `work` again and again until cancelled. After an error of `work`, `on_error` is called,
+    which must end the requests whose work was lost.
+    """
     while True:
         try:
             await work()

@@ -1,8 +1,8 @@
 """The one global MLX lock, with a fair queue of turns, and the one thread that runs MLX.
 
-MLX is not thread-safe, and an array left unevaluated on one thread cannot be evaluated on another.
-So everything that uses MLX, also loading and freeing, runs on this thread. `Pace` bounds the tokens
-of a pass, so that a turn takes limited time.
+MLX is not thread-safe, and an array that was left unevaluated on one thread cannot be evaluated on
+another. So everything that uses MLX, even to load or free a model, runs on this thread. `Pace`
+bounds the tokens of a pass, so that a turn takes limited time.
 """
 
 import asyncio
@@ -34,10 +34,11 @@ class FairQueue:
 
     Each kind has a clock, which a turn advances by its seconds divided by the kind's weight. The
     kind whose clock is furthest behind is next. A kind that was idle starts at the clock of the
-    kind in service, so idle time earns no credit. Kinds that always wait get time in proportion to
-    their weights, and wait for at most one turn of each other kind.
+    kind that has the current turn, so idle time earns no credit. Kinds that always wait get time in
+    proportion to their weights, and wait for at most one turn of each other kind.
 
-    `most_s` caps the counted seconds of a turn, by kind; turns of other kinds count in full.
+    `most_s` has the most seconds that count of one turn, for some kinds. Turns of all other kinds
+    count in full.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class FairQueue:
         self._now = 0.0
 
     def choose(self, waiting: Iterable[str]) -> int:
-        """Return the index of the kind that is next; among equals, the one that came first."""
+        """Return the index of the kind that is next; among equals, the first in the list."""
         starts = [self._start(kind) for kind in waiting]
         return starts.index(min(starts))
 
@@ -66,7 +67,8 @@ class FairQueue:
     def is_up(self, kind: str, seconds: float, waiting: Iterable[str]) -> bool:
         """Return True if the current turn should end, `seconds` after it began.
 
-        It ends if the clock of a waiting kind is not ahead, or if a turn of its own kind waits.
+        It should end if a turn of the same kind waits, or if the clock of another waiting kind is
+        not ahead of the current kind's.
         """
         current = self._after(kind, seconds)
         return any(other == kind or self._start(other) <= current for other in waiting)
@@ -83,8 +85,8 @@ T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 log = logs.get("lane")
 
-LOAD = "load"  # the kind of turn whose calls may take long
-# The most seconds of a load that its clock counts: a slow disk must not delay the next load for
+LOAD = "load"  # the kind of turns that load models, whose calls may take long
+# The most seconds that count of one turn of a load: a slow disk must not delay the next load for
 # minutes.
 MOST_LOAD_S = 1.0
 
@@ -98,18 +100,18 @@ class Beat:
     """
 
     kind: str
-    # The longest time of such work so far; None if it is unknown, as for a load and for the first
-    # call with a shape, which compiles.
+    # The longest time of earlier calls with this shape. None if it is unknown: for a load, and for
+    # the first call with a shape, which compiles.
     usual_s: float | None = 0.0
     shape: Hashable = None
     owner: str = ""
 
 
 class _Work:
-    """A call for the lane's thread, with a future that is done when the call is.
+    """A call for the lane's thread, with a future that is done once the call has ended.
 
-    The future does not hold the call's result, so that a result nobody takes can be freed on the
-    lane's thread.
+    The future does not hold the call's result, so that a result which nobody takes can be freed on
+    the lane's thread.
     """
 
     __slots__ = ("args", "beat", "done", "function", "loop", "result")
@@ -123,10 +125,12 @@ class _Work:
         self.result: Any = None
 
     def do(self, health: DeviceHealth) -> None:
-        """Call the function on the lane's thread; complete the future on its event loop."""
+        """Call the function on the current thread, which must be the lane's, and complete the
+        future on its event loop.
+        """
         try:
             self.result = self.function(*self.args)
-        except BaseException as error:  # `as_exception` raises those that must end the thread
+        except BaseException as error:  # `as_exception` raises errors that must end the thread
             self.fail(health.see(as_exception(error)))
         else:
             self._settle(self.done.set_result, None)
@@ -163,11 +167,12 @@ class _Waiter:
 
 
 class Lane:
-    """The lock and its thread. A context manager: the thread runs from enter to exit.
+    """The global MLX lock and the thread that runs MLX. A context manager: the thread runs from
+    enter to exit.
 
-    `weights` divide the lane's time between kinds of work that wait (default 1). Within a kind,
-    turns are first come, first served. The thread calls `on_close` before it ends, without which
-    MLX on CPU aborts the process. `health` sees every error that a call raises.
+    `weights` (default 1) divide the lane's time between kinds of work that wait. Within a kind,
+    turns are first come, first served. The thread calls `on_close` before it ends, because MLX on
+    CPU otherwise aborts the process. `health` sees every error that a call raises.
     """
 
     def __init__(
@@ -188,10 +193,10 @@ class Lane:
         self._thread = threading.Thread(target=self._run_thread, name="lane", daemon=True)
         self._is_open = False
         self._has_ended = asyncio.Event()
-        self._usual_s: dict[Hashable, float] = {}  # longest time by shape; cleared by every load
+        self._usual_s: dict[Hashable, float] = {}  # longest calls by shape; cleared by every load
         # The owner of unfinished work on the device, and a function that waits for that work.
         self._under_way: tuple[str, Callable[[], None]] | None = None
-        self.beat: Beat | None = None  # written by the thread alone; None while it has no work
+        self.beat: Beat | None = None  # written only by the thread; None while it has no work
         self.has_died = False
 
     @property
@@ -254,7 +259,7 @@ class Lane:
         chosen.gained.set_result(None)
 
     def _is_up(self, kind: str, seconds: float) -> bool:
-        # Copied, since the event loop's thread may change the list meanwhile.
+        # The list is copied, since the event loop's thread may change it meanwhile.
         return self._fair_queue.is_up(
             kind, seconds, [waiter.kind for waiter in tuple(self._waiters)]
         )
@@ -267,8 +272,8 @@ class Lane:
         try:
             await asyncio.shield(work.done)
         except asyncio.CancelledError:
-            # The call cannot be stopped: keep the turn until it is done, however often this task is
-            # cancelled. Free its result, which may be a loaded engine, on the lane's thread.
+            # The call cannot be stopped: keep the turn until it has ended, however often this task
+            # is cancelled. Its result, which may be a loaded engine, is freed on the lane's thread.
             while not work.done.done():
                 with contextlib.suppress(asyncio.CancelledError):
                     await asyncio.wait([work.done])
@@ -301,7 +306,7 @@ class Lane:
                 work.fail(Unavailable("The engine has stopped.", retry_after_s=1))
                 break
             self.beat = None
-            del work  # its result may hold arrays, which should not outlive the call
+            del work  # the call's result may hold arrays, which this thread should not keep
         self.beat = Beat("close")
         try:
             self._on_close()
@@ -311,8 +316,8 @@ class Lane:
                 self._loop.call_soon_threadsafe(self._has_ended.set)
 
     def _settle(self, owner: str) -> None:
-        """Wait for unfinished work that another owner has left on the device. MLX raises the work's
-        error only once, at the first wait, which must not be in this owner's call.
+        """Wait for unfinished work that another owner has left on the device. If the work fails,
+        MLX raises the error only once, at the first wait, which must not be in this owner's call.
         """
         if self._under_way is not None and self._under_way[0] != owner:
             (_, wait), self._under_way = self._under_way, None
@@ -328,15 +333,15 @@ class Lane:
         await self._acquire("close")
         self._is_open = False
         self._work.put(None)
-        self._release()  # each waiter gets the lane in turn, and is refused
-        await self._has_ended.wait()  # waiting in another thread could not be cancelled
+        self._release()  # each waiter gets the lane in turn, but then ShuttingDown is raised
+        await self._has_ended.wait()  # unlike `join` on another thread, this can be cancelled
         self._thread.join()
 
 
 class Turn:
     """A turn of the lane. Call it to run a function on the lane's thread, and await the result.
 
-    `gained` is the clock's time when the turn began, and `waited_s` the seconds waited for it.
+    `gained` is the time at which the turn began, and `waited_s` the seconds of the wait before.
     """
 
     def __init__(self, lane: Lane, kind: str, owner: str, gained: float, waited_s: float) -> None:
@@ -356,19 +361,19 @@ class Turn:
         return self._lane._run(self._beat(), function, *args)
 
     def set_shape(self, shape: Hashable) -> None:
-        """Set the shape of the next calls, whose usual time is taken from calls with that shape."""
+        """Set the shape of the next calls. Earlier calls with this shape give their usual time."""
         self._shape = shape
         self._usual_s = self._lane._usual_s.get(shape)
 
     def beat(self) -> None:
-        """Replace the heartbeat between the steps of a call. Must run on the lane's thread."""
+        """Make a new heartbeat between the steps of a call. Must run on the lane's thread."""
         self._lane.beat = self._beat()
 
     def leave_under_way(self, wait: Callable[[], None]) -> None:
         """Let the device finish launched work after the turn. Must run on the lane's thread.
 
-        `wait` is called before the next call of another owner. It must store the work's error, not
-        raise it.
+        `wait` is called before the next call of another owner. It must wait for the work, and store
+        an error instead of raising it.
         """
         self._lane._under_way = self._owner, wait
 
@@ -381,8 +386,8 @@ class Turn:
         return bool(self._lane._waiters)
 
     def seconds_alone(self, beside: Container[str]) -> float:
-        """Return the seconds since another owner had or wanted a turn, not counting kinds in
-        `beside`; inf if none ever did. Safe on any thread.
+        """Return the seconds since another owner had or wanted a turn, not counting turns of the
+        kinds in `beside`; inf if there was none. Safe on any thread.
         """
         lane, owner = self._lane, self._owner
         if any(
@@ -398,24 +403,24 @@ class Turn:
 
     @property
     def is_up(self) -> bool:
-        """Return True if another turn is due: a call in steps should then end after its step. Safe
-        on any thread.
+        """Return True if another turn is due: a call of several steps should then end after the
+        current step. Safe on any thread.
         """
         lane = self._lane
         return bool(lane._waiters) and lane._is_up(self._kind, clock.now() - self.gained)
 
 
 START_TOKENS = 512  # tokens of the first pass, before any pass is measured
-LEAST_TOKENS = 32  # fewer tokens take no less time, since a pass has a fixed cost
-MOST_GROWTH = 4  # most growth from pass to pass: a short pass predicts a long one badly
-WELL_WITHIN = 0.75  # fraction of the limit
+LEAST_TOKENS = 32  # a pass of fewer tokens takes no less time, since a pass has a fixed cost
+MOST_GROWTH = 4  # most growth from pass to pass, since a short pass predicts a long one badly
+WELL_WITHIN = 0.75  # share of the limit below which a small pass counts as fast
 
 
 def allowed_tokens(allowed: int, tokens: int, seconds: float, limit_s: float) -> int:
     """Return how many padded tokens the next pass may have, given a measured pass.
 
-    The measured pass had `tokens` of `allowed` tokens; it is small if that is fewer than half.
-    There are four cases:
+    The measured pass had `tokens`, where `allowed` tokens were allowed, and counts as small if it
+    had fewer than half of these. There are four cases:
     1. It wasn't small and took at least half of the limit: the number follows from its speed.
     2. It took less than half of the limit: the number follows from its speed, but never shrinks,
        and grows at most by MOST_GROWTH.
@@ -433,12 +438,12 @@ def allowed_tokens(allowed: int, tokens: int, seconds: float, limit_s: float) ->
 
 
 class Pace:
-    """The tokens that a pass of one model and kind may have to take at most `limit_s`."""
+    """Estimates from earlier passes how many tokens a pass may have to take at most `limit_s`."""
 
     def __init__(self, limit_s: float) -> None:
         self.limit_s = limit_s
         self.tokens = START_TOKENS
 
     def note(self, tokens: int, seconds: float) -> None:
-        """Adjust the number to a pass of `tokens` padded tokens that took `seconds`."""
+        """Adjust the estimate, after a pass of `tokens` padded tokens took `seconds`."""
         self.tokens = allowed_tokens(self.tokens, tokens, seconds, self.limit_s)

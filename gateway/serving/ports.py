@@ -1,4 +1,4 @@
-"""The Protocols of engines. app passes real engines, and tests pass scripted ones."""
+"""The Protocols that engines implement. app passes real engines, and tests scripted ones."""
 
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any, Protocol
@@ -29,11 +29,11 @@ class EmbeddingEngine(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """Return the number of token ids the model knows."""
+        """Return the size of the vocabulary: valid token ids are below it."""
 
     @property
     def prompts(self) -> Mapping[str, str]:
-        """Return the prompts, which are texts to put before an input, by name."""
+        """Return the model's prompts by name. A prompt is a text to put before an input."""
 
     @property
     def default_prompt_name(self) -> str | None:
@@ -41,25 +41,29 @@ class EmbeddingEngine(Protocol):
 
     @property
     def has_patterns(self) -> bool:
-        """Return True if the tokenizer uses patterns of the model's files, which may be slow."""
+        """Return True if the tokenizer uses regular expressions from the model's files, which may
+        be slow.
+        """
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the texts' token ids, special tokens included. Safe on any thread."""
 
     def encode_start(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return as many token ids as `truncate` needs: for a longer text, over `max_tokens`."""
+        """Return the texts' first token ids, as many as `truncate` needs: more than `max_tokens`
+        for a text that is too long.
+        """
 
     def truncate(self, tokens: TokenIds, limit: int | None = None) -> list[int]:
-        """Cut one input to `limit` (default `max_tokens`) as sentence-transformers does."""
+        """Cut one input to `limit` tokens (default `max_tokens`) as sentence-transformers does."""
 
     def shorten(self, vectors: Vectors, dimensions: int) -> Vectors:
-        """Cut each vector to `dimensions`, and normalize it again if the model normalizes."""
+        """Cut each vector to `dimensions`. Normalize it again if the model normalizes vectors."""
 
     def embed(self, rows: Sequence[TokenIds]) -> Vectors:
         """Return the vectors, (rows, dimensions) float32. Must run on the lane."""
 
     def probe(self) -> None:
-        """Embed a fixed word without compiling anything, to raise the device's error if it fails.
+        """Embed a fixed word without compiling anything. Raises the device's error if that fails.
         Must run on the lane.
         """
 
@@ -85,7 +89,7 @@ class RerankEngine(Protocol):
         max_document_tokens: int | None = None,
         instruction: str | None = None,
     ) -> list[Pair]:
-        """Tokenize the query with each document, which is cut to fit. Safe on any thread.
+        """Tokenize the query with each document. Documents are cut to fit. Safe on any thread.
 
         `instruction` is ignored unless the model's prompt has a place for one. Raises
         ContextLengthExceeded for a query that leaves no room for a token of a document.
@@ -95,7 +99,7 @@ class RerankEngine(Protocol):
         """Return the logits, (rows, labels) float32. Must run on the lane."""
 
     def probe(self) -> None:
-        """Score a fixed pair without compiling anything, to raise the device's error if it fails.
+        """Score a fixed pair without compiling anything. Raises the device's error if that fails.
         Must run on the lane.
         """
 
@@ -111,7 +115,7 @@ class Tokens(Protocol):
 
     @property
     def tokenizer(self) -> Any:
-        """Return the transformers tokenizer, which has the special tokens and the chat template."""
+        """Return the tokenizer of transformers, with the special tokens and the chat template."""
 
     def tokenize(self, job: GenerateJob, *, special: bool, asking: bool) -> list[int]:
         """Return the token ids of the job's text or conversation.
@@ -128,15 +132,15 @@ class Tokens(Protocol):
 
 
 class PrefixCache(Protocol):
-    """A chat model's prefix cache, as the prefix files need it. All of it must run on the lane."""
+    """A chat model's prefix cache, as prefix files use it. All methods must run on the lane."""
 
     @property
     def pool_bytes(self) -> int:
         """Return the bytes of the pool that several models may share."""
 
     def pieces(self, adapter: int) -> Sequence[PrefixPiece]:
-        """Return an adapter's cached KV as pieces for files, most recently used first. A piece
-        comes after the pieces that it continues.
+        """Return an adapter's cached KV as pieces to store in files, most recently used first, but
+        each piece after those that it continues.
         """
 
     def copy_piece(self, adapter: int, piece: PrefixPiece) -> bytes | None:
@@ -145,12 +149,12 @@ class PrefixCache(Protocol):
     def put_piece(self, adapter: int, salt: str, content: bytes) -> bool:
         """Put a piece's content into the cache. Return False if there is no room for it.
 
-        May raise any error unless `copy_piece` returned the content for this model.
+        May raise any error for content that `copy_piece` has not returned for this model.
         """
 
 
 class GenerationEngine(Protocol):
-    """The computations of one chat model: a batch that sequences join and leave between passes."""
+    """The computations of one chat model, on a batch that sequences join and leave."""
 
     @property
     def facts(self) -> EngineFacts:
@@ -166,7 +170,7 @@ class GenerationEngine(Protocol):
 
     @property
     def is_batched(self) -> bool:
-        """Return True while sequences run together, False once they run one at a time."""
+        """Return True if sequences run together, and False if they run one at a time."""
 
     def prepare(self, job: GenerateJob) -> list[SequenceParams]:
         """Render and tokenize the prompt; return one sequence per choice. Safe on any thread.
@@ -178,11 +182,11 @@ class GenerationEngine(Protocol):
     def compile(self, grammar: Grammar) -> Compiled:
         """Compile a grammar. Slow; safe on any thread.
 
-        Raises BadRequest that names the keyword or place that cannot be compiled.
+        Raises BadRequest, which names the keyword or the place that cannot be compiled.
         """
 
     def matches_schema(self, schema: str, answer: str) -> bool | None:
-        """Return whether an answer matches a JSON Schema, both given as text; None if unknown.
+        """Return whether an answer matches a JSON Schema, or None if that cannot be found out.
 
         Slow; safe on any thread.
         """
@@ -190,17 +194,18 @@ class GenerationEngine(Protocol):
     def read_answer(self, params: SequenceParams, text: str, is_cut: bool) -> Reading:
         """Parse the complete answer of a sequence that `reads_whole` into thoughts, text and calls.
 
-        Also return None or, if the answer stays text, a log event with the reason. `text` joins the
-        texts of all the sequence's deltas. An answer that `is_cut` has no calls. Slow; safe on any
-        thread. Raises Overloaded and Unavailable if other work leaves no time for parsing.
+        `text` joins the texts of all the sequence's deltas. An answer that `is_cut` has no calls.
+        If parsing fails, the answer stays text, and a log event with the reason is returned too,
+        otherwise None. Slow; safe on any thread. Raises Overloaded or Unavailable if other work
+        leaves no time for parsing.
         """
 
     def step(self, plan: StepPlan) -> StepResult:
         """Change the batch as planned, then run a pass. Must run on the lane.
 
-        A decode pass gives the next token of every running sequence. After an error of a pass, its
-        sequences are prefilled again, which changes no answer. A sequence that fails even when it
-        runs alone, or that cannot join, ends with a delta that has the error.
+        A decode pass gives the next token of every running sequence. If a pass fails, its sequences
+        are prefilled again, which changes no answer. A sequence that fails even when it runs alone,
+        or that cannot join, ends with a delta that has the error.
         """
 
     def synchronize(self) -> None:
@@ -210,12 +215,12 @@ class GenerationEngine(Protocol):
         """Compare sequences in batches with the same sequences alone, one pass per step of the
         generator. Must run on the lane.
 
-        Each step yields the verdict so far. The last verdict has no unknown field.
+        Each step yields the verdict so far. In the last verdict, no field is unknown.
         """
 
     def time_step(self, rows: int) -> Generator[float | None]:
         """Time a decode step of `rows` sequences, one pass per step of the generator. The last step
-        yields the seconds, the others None. Must run on the lane.
+        yields the seconds, and all earlier steps None. Must run on the lane.
         """
 
     def apply_verdict(self, verdict: Verdict) -> None:
@@ -227,8 +232,8 @@ class GenerationEngine(Protocol):
         """
 
     def probe(self) -> None:
-        """Prefill a fixed prompt, apart from all sequences and without compiling anything, to raise
-        the device's error if it fails. Must run on the lane.
+        """Prefill a fixed prompt, apart from all sequences and without compiling anything. Raises
+        the device's error if that fails. Must run on the lane.
         """
 
     def routing_keys(self, adapter: int = 0) -> Sequence[bytes]:

@@ -11,24 +11,26 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 def refill(left: float, limit: int, seconds: float) -> float:
-    """Return the amount left after `seconds` of refilling, at `limit` per minute up to `limit`."""
+    """Return the amount left after `seconds` of refilling, at a rate of `limit` per minute and up
+    to `limit`.
+    """
     return min(limit, left + limit * seconds / MINUTE_S)
 
 
 def seconds_until(needed: float, left: float, limit: int) -> float:
-    """Return the seconds until `needed` is left; 0 if it is already."""
+    """Return the seconds of refilling until `needed` is left; 0 if it is left now."""
     return max(0.0, needed - left) * MINUTE_S / limit
 
 
 @dataclass(slots=True)
 class Bucket:
-    """A token bucket: what is left of one caller's limit. It starts full and refills evenly.
+    """A token bucket: the amount left of one caller's limit. It starts full and refills evenly.
 
     It may be overdrawn. The caller then has to wait until 1 is left again.
     """
 
-    # Overdrawn, because the tokens of an answer are known only at its end. The wait that follows
-    # keeps the average within the limit.
+    # The bucket may be overdrawn, because the tokens of an answer are known only at its end. The
+    # caller's wait afterwards keeps the average within the limit.
 
     limit: int
     _left: float = field(init=False)
@@ -72,7 +74,7 @@ class Allowance:
 
 @dataclass(slots=True)
 class Accounts:
-    """Every caller's buckets, by key id. All callers without a key share the account of None."""
+    """Every caller's buckets, by the id of the API key. Callers without a key share None's."""
 
     allowance: Allowance
     _accounts: dict[str | None, dict[Kind, Bucket]] = field(default_factory=dict)

@@ -1,7 +1,7 @@
-"""Responses kept in memory for `previous_response_id`, by owner.
+"""Keeps responses in memory, by owner, so that requests can name a `previous_response_id`.
 
-An owner is an API key, or None where there are no keys: it neither finds nor evicts the responses
-of others. Safe on any thread.
+An owner is an API key, or None if there are no keys. No owner finds or evicts the responses of
+another. Safe on any thread.
 """
 
 import threading
@@ -14,7 +14,7 @@ from hashlib import sha256
 
 @dataclass(frozen=True, slots=True)
 class StoredImage:
-    """The text of an image, such as a data: URL. An owner's store has each text once."""
+    """The text of an image, such as a data: URL. Each text is stored once per owner."""
 
     text: str = field(compare=False, repr=False)
     digest: bytes
@@ -28,7 +28,7 @@ class StoredImage:
 
 @dataclass(frozen=True, slots=True)
 class StoredItem:
-    """A message, a call, its output or reasoning, as JSON without the texts of its images."""
+    """A message, a call, a call's output, or reasoning, as JSON without the texts of images."""
 
     id: str
     body: bytes
@@ -41,24 +41,24 @@ class StoredResponse:
 
     id: str
     body: bytes
-    # The whole conversation before it, with the items of earlier responses.
+    # The whole conversation before this response's output, with the items of earlier responses.
     context: Sequence[StoredItem]
     output: Sequence[StoredItem]
 
     @property
     def items(self) -> Sequence[StoredItem]:
-        """Return the conversation so far, with this response."""
+        """Return the items of the conversation up to the end of this response."""
         return (*self.context, *self.output)
 
     @property
     def images(self) -> Mapping[bytes, StoredImage]:
-        """Return its images by their digests."""
+        """Return the images of the conversation by their digests."""
         return {image.digest: image for item in self.context for image in item.images}
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of its JSON and of its images, each once. Items shared with another
-        response count in both.
+        """Return the bytes of the JSON and of the images, each image once. Items that two responses
+        share count in both.
         """
         json = len(self.body) + sum(len(item.body) for item in self.items)
         return json + sum(image.nbytes for image in self.images.values())
@@ -66,18 +66,18 @@ class StoredResponse:
 
 @dataclass(slots=True)
 class _Owned:
-    """One owner's responses, oldest first, each with the time it expires at."""
+    """One owner's responses, oldest first, each with the time at which it expires."""
 
     responses: OrderedDict[str, tuple[float, StoredResponse]] = field(default_factory=OrderedDict)
     nbytes: int = 0
-    # Items by id, each as often as there are responses with it.
+    # Items by id. An item is listed once for each response that has it.
     items: dict[str, list[StoredItem]] = field(default_factory=dict)
-    # Images by digest, and how many responses have each.
+    # Images by digest, and the number of responses that have each image.
     images: dict[bytes, StoredImage] = field(default_factory=dict)
     uses: Counter[bytes] = field(default_factory=Counter)
 
     def growth(self, response: StoredResponse) -> int:
-        """Return the bytes that a response adds: images that others have are there already."""
+        """Return the bytes that a response adds: without images that other responses have too."""
         shared = self.images.keys() & response.images.keys()
         return response.nbytes - sum(self.images[digest].nbytes for digest in shared)
 
@@ -106,7 +106,7 @@ class _Owned:
                 del self.items[item.id]
 
     def _shared(self, item: StoredItem) -> StoredItem:
-        """Return an item whose images are those that are there already."""
+        """Return a copy of an item that refers to the images that are stored already."""
         if not item.images:
             return item
         return replace(item, images=[self.images[image.digest] for image in item.images])
@@ -116,8 +116,8 @@ class _Owned:
 
 
 class ResponseStore:
-    """At most `max_responses` responses and `max_bytes` for each owner, kept for `ttl_s` seconds.
-    0 responses keeps none.
+    """A store of at most `max_responses` responses and `max_bytes` for each owner, for `ttl_s`
+    seconds. If `max_responses` is 0, nothing is kept.
     """
 
     def __init__(
@@ -149,12 +149,12 @@ class ResponseStore:
         return sum(len(owned.responses) for owned in self._by_owner.values())
 
     def keep(self, owner: str | None, response: StoredResponse) -> bool:
-        """Keep a response; return False if it alone exceeds an owner's bytes."""
+        """Keep a response. Return False if the store is off or the response exceeds `max_bytes`."""
         with self._lock:
             self.expire()
             if not self.is_on or response.nbytes > self._max_bytes:
                 return False
-            # An owner's newest response evicts its oldest, and nobody else's.
+            # A new response evicts the oldest ones of the same owner, and of no other.
             owned = self._by_owner.setdefault(owner, _Owned())
             while (
                 len(owned.responses) >= self._max_responses
@@ -174,7 +174,7 @@ class ResponseStore:
             return owned.responses[response_id][1]
 
     def item(self, owner: str | None, item_id: str) -> StoredItem | None:
-        """Return an item of any of an owner's responses; the newest of several with one id."""
+        """Return an item of any of an owner's responses; if several have this id, the newest."""
         with self._lock:
             self.expire()
             owned = self._by_owner.get(owner, _Owned())
@@ -200,5 +200,5 @@ class ResponseStore:
         for owned in self._by_owner.values():
             for response_id, (expires, _) in owned.responses.items():
                 if expires > now:
-                    break  # kept in order
+                    break  # later responses expire later
                 yield owned, response_id

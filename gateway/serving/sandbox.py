@@ -1,8 +1,9 @@
 """Processes for untrusted work, which may take too long, use too much memory or crash.
 
-Native code can neither be stopped nor kept from overflowing its stack, and a template is a program.
-So such work runs in a persistent process, spawned and never forked (MLX does not survive a fork),
-that is killed at a limit of processor time, of memory or of waiting, and replaced at once.
+Native code can neither be stopped nor kept from overflowing the stack, and a template is a program.
+So such work runs in separate processes, spawned and never forked (MLX does not survive a fork). A
+process is kept for further work, but killed at a limit of processor time, memory or waiting, and
+then replaced at once.
 """
 
 import contextlib
@@ -24,21 +25,21 @@ from gateway import logs
 log = logs.get("sandbox")
 
 Outcome: TypeAlias = tuple[str, Any]
-"""The process's answer, or `busy`, `slow`, `late`, `died` or `killed` with a reason."""
+"""The answer of a process, or `busy`, `slow`, `late`, `died` or `killed` with a reason."""
 End: TypeAlias = Literal["late", "died"]
 
-READY: Final = 2  # processes: their imports take one to two seconds
-WAITS: Final = 6  # work may take this many times its processor time: others use the machine too
+READY: Final = 2  # processes kept ready, since the imports of one take one to two seconds
+WAITS: Final = 6  # work may take this many times its processor time, since the machine may be busy
 WAIT_S: Final = 30.0  # longest wait for earlier calls, each of which takes `quick_s` at most
-START_S: Final = 60.0  # seconds for a process's imports
+START_S: Final = 60.0  # most seconds that a process's imports may take
 POLL_S: Final = 0.1  # seconds between checks of memory, if the system does not limit it
-MOST_KEPT: Final = 1024  # keys of work that was killed
-LATE_LASTS_S: Final = 600.0  # other work may have slowed it; a crash is kept for good
+MOST_KEPT: Final = 1024  # most remembered keys of work that was killed
+LATE_LASTS_S: Final = 600.0  # `late` is forgotten after this, as the machine may have been slow
 GRACE_S: Final = 1.0
-CROSS_S: Final = 10.0  # seconds in which a file or pixels cross; megabytes take milliseconds
-MOST_BYTES: Final = 1 << 16  # bytes of an answer, beyond the text that its request allows
+CROSS_S: Final = 10.0  # seconds for sending a file or pixels; megabytes take milliseconds
+MOST_BYTES: Final = 1 << 16  # most bytes of an answer, besides the text that its request allows
 CHAR_BYTES: Final = 12  # most bytes of a character: ASCII JSON writes some as two escapes
-# The variables that a process is given: it has no use for keys.
+# The environment variables that a process is given. It needs no others, above all no keys.
 PASSED: Final = re.compile(
     "PATH|HOME|TMPDIR|LANG|LC_.*|PYTHONPATH|VIRTUAL_ENV|LD_LIBRARY_PATH|DYLD_.*|SYSTEMROOT"
 )
@@ -47,15 +48,16 @@ LATE: Final = "late"
 
 
 class Sandbox:
-    """A context manager: its processes end with it, and none starts before `warm` or a call.
+    """Runs requests in its processes. A context manager: exiting it ends the processes. None starts
+    before `warm` or the first call.
 
-    Call it from any worker thread.
+    A sandbox may be called from any worker thread.
 
     `command` is passed a connection's file descriptor; engine/sandbox_worker.py has the protocol.
-    Calls run one after another, but one that takes longer than `quick_s` continues in its process
-    while another serves the next. Only one may: a second slow call fails as busy. Work may take
-    `timeout_s` of processor time, within `wait_s`; work that takes more of that, or was killed, is
-    remembered by its key, and not tried again.
+    Calls run one after another. A call that takes longer than `quick_s` continues in its process,
+    while another process serves the next call. Only one call may do so: a second slow one fails as
+    `busy`. Work may take `timeout_s` of processor time, within `wait_s`. The key of work that takes
+    more processor time, or makes its process die, is remembered, and the work is not tried again.
     """
 
     def __init__(
@@ -81,15 +83,17 @@ class Sandbox:
         self._killed: OrderedDict[bytes, tuple[End, str, float]] = OrderedDict()
 
     def __call__(self, request: Mapping[str, Any], key: bytes) -> Outcome:
-        """Run a request and return its outcome, or that of work with this key that was killed.
+        """Run a request and return the outcome. If earlier work with this key was `late` or `died`,
+        that outcome is returned instead.
 
-        The outcome is `busy` if other calls took all the time, `late` if it took too much processor
-        time, `died` if the process did, `slow` if it waited too long for a processor, and `killed`
-        if the system ended it twice: a system short of memory ends these processes first. The last
-        two say nothing of the request. Never raises for the content of a request.
+        The outcome is `busy` if other calls took all the time, `late` if the request took too much
+        processor time, `died` if its process died, `slow` if it waited too long for a processor,
+        and `killed` if the system ended its process twice: a system short of memory ends these
+        processes first. `slow` and `killed` are not due to the request, and not remembered. The
+        content of a request never makes this method raise.
 
-        A request's `data` is a file's bytes. Its `answer_bytes` are the bytes that its answer's
-        value has, if the value is bytes: an answer with any other number has failed.
+        A request's `data` is the bytes of a file. Its `answer_bytes` is the number of bytes that
+        the answer's value must have, if the value is bytes.
         """
         outcome = self._call(request, key)
         if outcome[0] == KILLED and not self._is_closed:
@@ -120,11 +124,11 @@ class Sandbox:
                     outcome = self._attempt(process, None, ends_at - time.monotonic())
                 finally:
                     self._slow.release()
-            else:  # perhaps the machine is busy and the work small
+            else:  # the work may still be quick: a busy machine may have delayed it
                 outcome = self._attempt(process, None, self._quick_s)
                 if outcome is None:
                     self._discard(process)
-                    return "busy", "another takes as long"
+                    return "busy", "another slow call is running"
         if outcome is None:
             outcome = "slow", f"it waited over {self._wait_s:g} seconds for a processor"
         if outcome[0] == LATE:
@@ -142,7 +146,9 @@ class Sandbox:
     def _attempt(
         self, process: "_Process", request: Mapping[str, Any] | None, seconds: float
     ) -> Outcome | None:
-        """Send a request, or None to wait on; return None if the answer takes longer."""
+        """Send a request, or with None go on waiting for an answer. Return the outcome, or None if
+        it takes longer than `seconds`.
+        """
         try:
             return process.ask(request, seconds, watch_memory=not self._is_memory_bounded)
         except MemoryError:
@@ -154,11 +160,11 @@ class Sandbox:
 
     def _take(self) -> "_Process":
         with self._lock:
-            while self._idle and not self._idle[-1].is_alive:  # the system may end any of them
+            while self._idle and not self._idle[-1].is_alive:  # the system may have ended it
                 self._idle.pop().kill()
             process = self._idle.pop() if self._idle else _Process(self._command)
             self._busy.add(process)
-        with contextlib.suppress(OSError, EOFError):  # the request will raise it again
+        with contextlib.suppress(OSError, EOFError):  # sending the request will raise this again
             process.wait_ready()
         return process
 
@@ -198,13 +204,13 @@ class Sandbox:
             return end, why
 
     def _replenish(self) -> None:
-        """Start processes until READY of them are idle or busy; busy ones return to idle."""
-        # No more are started: a start takes a second or two of processor time from the busy ones.
+        """Start processes until READY of them are idle or busy. Busy ones will be idle again."""
+        # No more are started: each start takes a second or two of processor time from busy ones.
         while len(self._idle) + len(self._busy) < READY and not self._is_closed:
             self._idle.insert(0, _Process(self._command))
 
     def warm(self) -> None:
-        """Start processes before the first call."""
+        """Start processes now, so that the first call need not wait for their imports."""
         with self._lock:
             self._replenish()
 
@@ -223,7 +229,7 @@ class Sandbox:
 
 
 class _Process:
-    """A process and the gateway's end of its connection."""
+    """A process of a sandbox, and the gateway's end of the connection to it."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self._connection, other_end = multiprocessing.Pipe()
@@ -232,13 +238,13 @@ class _Process:
             descriptor = other_end.fileno()
             self._process = subprocess.Popen(
                 [*command[:-1], str(descriptor), command[-1]],
-                pass_fds=[descriptor],  # no other: a listening socket must not stay open
+                pass_fds=[descriptor],  # no others: the child must not keep listening sockets open
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 env={**passed, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
             )
-        # This thread reaps the process however it ends, as perhaps no later call notices its end.
+        # This thread reaps the process however it ends, since no later call may notice that.
         threading.Thread(target=self._process.wait, name="reaper", daemon=True).start()
         self._max_bytes: int | None = None
         self._max_answer = MOST_BYTES
@@ -256,7 +262,7 @@ class _Process:
         if self._is_ready:
             return
         if not self._connection.poll(START_S):
-            self.kill()  # the next request finds it gone
+            self.kill()  # the next request finds that the process is gone
             return
         self._connection.recv_bytes(MOST_BYTES)
         self._is_ready = True
@@ -264,10 +270,11 @@ class _Process:
     def ask(
         self, request: Mapping[str, Any] | None, seconds: float, *, watch_memory: bool
     ) -> Outcome | None:
-        """Send a request unless it is None, and wait for the answer; None if it takes longer.
+        """Send a request unless it is None, and wait for the answer. Return None if that takes
+        longer than `seconds`.
 
-        Raises OSError or EOFError if the process died, MemoryError if it holds more than the
-        request allows (with `watch_memory`), and ValueError or RecursionError for no answer at all.
+        Raises OSError or EOFError if the process died, ValueError or RecursionError if its answer
+        is invalid, and, with `watch_memory`, MemoryError if it holds more than the request allows.
         """
         ends_at = time.monotonic() + seconds
         if request is not None:
@@ -288,10 +295,10 @@ class _Process:
                     data = self._connection.recv_bytes(size)
                 if len(data) == size:
                     return name, data
-        raise ValueError("this is no answer")
+        raise ValueError("the answer is invalid")
 
     def _send(self, request: Mapping[str, Any]) -> None:
-        """Send a request, and its file as a message of its own."""
+        """Send a request and, as a separate message, the file that belongs to it."""
         data = request.get("data")
         sized = request if data is None else {**request, "data": len(data)}
         with self._crossing() if data else contextlib.nullcontext():
@@ -301,7 +308,7 @@ class _Process:
 
     @contextlib.contextmanager
     def _crossing(self) -> Iterator[None]:
-        """End the process if it neither takes nor sends a whole message in CROSS_S."""
+        """End the process unless the body, which sends or receives a message, ends in CROSS_S."""
         timer = threading.Timer(CROSS_S, self.end)
         timer.start()
         try:
@@ -324,8 +331,8 @@ class _Process:
 
     def ending(self) -> Outcome:
         """Return how the process ended."""
-        # The work itself never ends the process by SIGKILL: it is bounded in memory and time, and a
-        # crash has a signal of its own.
+        # SIGKILL comes from the system: work that exceeds its limits of memory and time, or that
+        # crashes, ends the process in other ways.
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(GRACE_S)
         code = self._process.returncode
@@ -342,7 +349,9 @@ class _Process:
         self._process.kill()
 
     def kill(self) -> None:
-        """Send SIGKILL, close the connection and wait for the process, which no call waits for."""
+        """Send SIGKILL, close the connection, and wait until the process has ended. No call may be
+        waiting for an answer.
+        """
         self._process.kill()
         self._connection.close()
         self._process.wait()

@@ -1,7 +1,7 @@
 """Thread pools for work that would block the event loop, and `tokenize`, which uses them.
 
 The work is parsing bodies, tokenizing, rendering templates, compiling grammars, and describing
-models and the API. Each kind has its own threads, and long work has other threads than short work.
+models and the API. Each kind of work has its own threads, and so do long and short work.
 """
 
 import asyncio
@@ -51,16 +51,16 @@ OWN: Final[frozenset[Kind]] = frozenset(
 # thread 300 µs.
 SHORT_CHARS: Final = 1000
 LONG_CHARS: Final = 1 << 16  # a request with more characters is long work
-# Characters in one call, which takes about 0.1 s, unless a single text is longer.
+# Characters that one call tokenizes, in about 0.1 s. A longer text is not divided.
 SLICE_CHARS: Final = 1 << 17
 
 
 class ThreadPools:
-    """The thread pools for all kinds of work. A context manager: at exit, queued calls are dropped
-    and running ones are not waited for. A call that is cancelled while queued is dropped too.
+    """The thread pools for all kinds of work. A context manager: at exit, queued calls are dropped,
+    and running calls are not waited for. A call that is cancelled while queued is dropped too.
 
-    The pools of a model share the threads of `others`, except for the kinds in OWN: a tokenizer
-    that never ends must not block other models.
+    Each model has pools, which share the threads of `others` except for the kinds in OWN: a
+    tokenizer that never ends must not block other models.
     """
 
     def __init__(self, others: "ThreadPools | None" = None) -> None:
@@ -88,14 +88,14 @@ class ThreadPools:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # Not waited for, since a call that hangs would keep the gateway from exiting.
+        # Running calls are not waited for: one that hangs would keep the gateway from exiting.
         for threads in self._own.values():
             threads.shutdown(wait=False, cancel_futures=True)
 
 
 def prompt_kind(job: GenerateJob) -> Kind:
     """Return the kind of thread that should render a job's prompt."""
-    if job.images:  # they are decoded, which takes up to seconds
+    if job.images:  # decoding images takes up to seconds
         return "image prompts"
     prompt = job.prompt if isinstance(job.prompt, str) else ""
     questions = [text for question in job.questions for text in (question.text, *question.labels)]
@@ -147,7 +147,7 @@ async def tokenize(
     if len(texts) == 1 and len(texts[0]) <= SHORT_CHARS and not has_patterns:
         return list(encode(texts))
     kind = texts_kind(sum(map(len, texts)))
-    # Each slice is queued anew behind the slices of other requests, so long requests take turns.
+    # Each slice is queued behind those of other requests, so that long requests take turns.
     rows: list[TokenIds] = []
     for part in _slices(texts):
         rows += await pool.run(encode, part, kind=kind)
@@ -155,7 +155,7 @@ async def tokenize(
 
 
 def _slices(texts: Sequence[str]) -> Iterator[list[str]]:
-    """Yield the texts in lists of at least one text and, if it is more, up to SLICE_CHARS."""
+    """Yield the texts in lists of up to SLICE_CHARS. A longer text has a list for itself."""
     part: list[str] = []
     chars = 0
     for text in texts:

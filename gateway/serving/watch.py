@@ -1,6 +1,6 @@
-"""Watches the lane and the event loop from a separate thread, which neither can block.
+"""Watches the lane and the event loop from a separate thread, which neither of them can block.
 
-Only a call that holds the GIL blocks this thread as well. /health does not answer then either.
+Only a call that holds the GIL blocks the watching thread too. Then /health does not answer either.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ Status = Literal["ok", "stalled", "dead"]
 
 STATUS_OF_A_STALL = 70  # EX_SOFTWARE of sysexits.h
 GRACE_S = 1.0  # seconds for errors to be sent, before the process exits
-TIMES_THE_USUAL = 4.0
+TIMES_THE_USUAL = 4.0  # a call may take this many times its usual time, even beyond the limit
 CHECKS_PER_LIMIT = 20
 MOST_BETWEEN_CHECKS_S = 1.0
 
@@ -36,8 +36,8 @@ class StallLimits:
     def is_over(self, beat: Beat | None, seconds: float) -> bool:
         """Return True if a beat that has not changed for `seconds` means that the lane has stalled.
 
-        An idle lane never has. A call may take longer than `call_s` if earlier calls with its shape
-        did, as a large batch does on a slow device.
+        Without a beat, the lane is idle and has not stalled. A call may take longer than `call_s`
+        if earlier calls with the same shape did, such as large batches on a slow device.
         """
         if beat is None:
             return False
@@ -47,14 +47,14 @@ class StallLimits:
 
 
 class BeatAge:
-    """A measure of how long the lane's beat has not changed, as of the last check."""
+    """Measures for how long the lane's beat has not changed, as of the last check."""
 
     def __init__(self) -> None:
         self._beat: Beat | None = None
         self._seconds = 0.0
 
     def update(self, seconds: float, beat: Beat | None) -> float:
-        """Note the beat that was read `seconds` after the previous one, and return its age."""
+        """Note the beat that was read `seconds` after the last check, and return the beat's age."""
         self._seconds = self._seconds + seconds if beat is self._beat else 0.0
         self._beat = beat
         return self._seconds
@@ -67,12 +67,12 @@ class BeatAge:
 
 
 class Watch:
-    """A context manager that checks the lane, and the event loop it is entered on, until exit.
+    """A context manager that checks the lane and the current event loop until exit.
 
-    When the lane or the loop stalls, the lane dies, the device is lost, or `lost` returns the name
-    of another failed part, every thread's stack is written to stderr. Then, if `exit_process` is
-    given, `on_stall` is called on the loop and, GRACE_S later, `exit_process` on the watch's thread
-    with the exit status. Only the end of the process can end a stuck call.
+    When the lane or the loop stalls, the lane dies, the device is lost, or `lost` returns a text,
+    which describes another failed part, the stacks of all threads are written to stderr. Then, if
+    `exit_process` is given, `on_stall` is called on the loop and, GRACE_S later, `exit_process` on
+    the watch's thread with the exit status: a stuck call ends only with the process.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Watch:
 
     @property
     def status(self) -> Status:
-        """Return the status: `dead` as soon as it is known, `stalled` after a StallLimits limit."""
+        """Return the status: `dead` as soon as that is known, `stalled` once a limit is over."""
         if self._is_dead:
             return "dead"
         return self._status
@@ -153,9 +153,9 @@ class Watch:
             self._exit(self._exit_process)
 
     def _has_loop_stalled(self, seconds: float) -> bool:
-        """Return True if the loop has run nothing for as long as a call may take."""
-        # Up to CPython 3.13, `Thread.start` never returns if memory runs out while the thread
-        # begins, and most threads are started on the loop.
+        """Return True if the loop has run nothing for longer than a call may take."""
+        # One cause: up to CPython 3.13, `Thread.start` never returns if memory runs out while the
+        # thread begins, and most threads are started on the loop.
         if self._loop_has_turned.is_set():
             self._loop_stuck_s = 0.0
             self._loop_has_turned.clear()

@@ -1,10 +1,10 @@
 """Reads settings from flags, the environment and .env into one frozen object.
 
 settings   every setting, with its type, bounds, default and description
-sources    where values come from, messages about wrong ones, and lists of all settings
+sources    finds where values come from, describes wrong values, and lists all settings
 
-No layer below app uses settings: they get plain arguments. The registry takes from here the types
-of a model's keys that override settings.
+Layers below app do not use settings: app passes them plain arguments. Only the registry imports
+settings, for the bounds of a model's keys that override them.
 """
 
 from gateway.settings.settings import (

@@ -1,8 +1,8 @@
-"""Every setting of the gateway, declared once: type, bounds, default and a docstring.
+"""Declares every setting of the gateway, with type, bounds, default and a docstring.
 
-First the types that pydantic lacks: lists with commas, paths from home, addresses, origins.
+The types that pydantic lacks come first: lists with commas, paths with `~`, addresses, origins.
 
-Settings end at app: below it, plain arguments.
+Only app has the settings: it passes plain arguments to the layers below.
 """
 
 import ipaddress
@@ -26,23 +26,25 @@ PREFIX = "GATEWAY_"
 
 
 def is_local(bind: str) -> bool:
-    """Return True if a Hypercorn bind can be reached from this machine only."""
+    """Return True if an address, as Hypercorn binds it, can be reached from this machine only."""
     if bind.startswith("unix:"):
         return True
     host = with_port(bind, 0).rpartition(":")[0].removeprefix("[").removesuffix("]")
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
-        return False  # a name or an inherited socket may lead anywhere
+        return False  # a host name, or an inherited socket, may be reachable from anywhere
 
 
 def _is_socket(bind: str) -> bool:
-    """Return True if a bind is a socket rather than a host and port."""
+    """Return True if an address is a socket rather than a host and a port."""
     return bind.startswith(("unix:", "fd://"))
 
 
 def with_port(bind: str, port: int) -> str:
-    """Add the port to `host`, `::1` and `[::1]`; a socket or a bind with a port is unchanged."""
+    """Add a port to an address without one, such as `host`, `::1` or `[::1]`. A socket, and an
+    address that has a port, are returned unchanged.
+    """
     if _is_socket(bind) or (bind.startswith("[") and "]:" in bind) or bind.count(":") == 1:
         return bind
     host = bind.removeprefix("[").removesuffix("]")
@@ -50,7 +52,7 @@ def with_port(bind: str, port: int) -> str:
 
 
 def _split(value: object) -> object:
-    """Read `a, b` as a list, without empty parts."""
+    """Split a text such as `a, b` into a list without empty parts."""
     if isinstance(value, str):
         return [part.strip() for part in value.split(",") if part.strip()]
     return value
@@ -59,11 +61,13 @@ def _split(value: object) -> object:
 _ORIGIN = re.compile(
     r"(?P<scheme>[a-z][a-z0-9+.-]*)://(?P<host>\*|(\*\.)?[^*/:@?#\s\[\]]+|\[[0-9a-f:]+\])(:(?P<port>\d+|\*))?"
 )
-_USUAL_PORTS = {"http": "80", "https": "443"}  # ports that browsers leave out
+_USUAL_PORTS = {"http": "80", "https": "443"}  # ports that browsers leave out of an origin
 
 
 def _read_origin(value: str) -> str:
-    """Read an origin. A `*` in it is any port, any host, or any names before a domain."""
+    """Check an origin, and return it in lower case. A `*` stands for any port, any host, or any
+    names before a domain.
+    """
     if value in ("*", "null"):
         return value
     match = _ORIGIN.fullmatch(value.lower())
@@ -78,12 +82,12 @@ def _read_origin(value: str) -> str:
 
 
 def _lower(value: object) -> object:
-    """Accept words in capitals."""
+    """Return text in lower case, so that words in capitals are accepted."""
     return value.lower() if isinstance(value, str) else value
 
 
 def _library(value: str) -> str:
-    """Read `wheel`, `system`, or the path of a library that exists."""
+    """Accept `wheel`, `system`, or the path of an existing library."""
     value = value.strip()
     if value.lower() in ("wheel", "system"):
         return value.lower()
@@ -93,7 +97,7 @@ def _library(value: str) -> str:
 
 
 def _expand_home(path: Path) -> Path:
-    """Expand `~`, which no shell does in .env; an unknown user's stays as written."""
+    """Expand `~`, which no shell expands in .env. The `~name` of an unknown user stays as it is."""
     return Path(os.path.expanduser(path))
 
 
@@ -117,7 +121,7 @@ def variable(name: str) -> str:
 
 
 def default_models_file() -> Path:
-    """Return models.yaml in the current folder, else the one that the gateway comes with."""
+    """Return the models.yaml of the current folder or, if there is none, the gateway's own."""
     own = Path("models.yaml")
     if own.is_file():
         return own
@@ -125,7 +129,7 @@ def default_models_file() -> Path:
 
 
 def shipped_models_file() -> Path:
-    """Return the models.yaml of the wheel, or of the checkout."""
+    """Return the models.yaml that the gateway comes with: the wheel's, or else the checkout's."""
     package = Path(__file__).parents[1]
     in_wheel = package / "models.yaml"
     if in_wheel.is_file():
@@ -134,13 +138,13 @@ def shipped_models_file() -> Path:
 
 
 class Settings(BaseSettings):
-    """Every setting of the gateway; a field's variable is GATEWAY_ and its name in capitals."""
+    """Every setting of the gateway. A field's variable is GATEWAY_ and the name in capitals."""
 
     model_config = SettingsConfigDict(
         env_prefix=PREFIX,
         env_file_encoding="utf-8",
         env_ignore_empty=True,
-        extra="ignore",  # models have variables of their own
+        extra="ignore",  # other variables may set keys of models
         frozen=True,
         hide_input_in_errors=True,
         validate_default=False,
@@ -151,12 +155,12 @@ class Settings(BaseSettings):
     models: HomePath = Field(default_factory=default_models_file)
     """The file that lists the models."""
     serve: Texts = ()
-    """Models to serve by name: `hub:org/name`, a folder, a GGUF file, or an id of the file. Unless
-    the file is set too, no others are served.
+    """Models to serve by name: `hub:org/name`, a folder, a GGUF file, or an id of the models file.
+    Unless that file is set too, no other models are served.
     """
     discover: Texts = ()
-    """Where models on this machine are found and served: `huggingface` (its cache), `lmstudio`,
-    folders.
+    """Where to look for models on this machine, which are then served: `huggingface` (its cache),
+    `lmstudio`, or folders.
     """
 
     # Addresses
@@ -165,9 +169,9 @@ class Settings(BaseSettings):
     port: int = Field(default=8000, ge=0, le=65535)
     """Port to listen on; 0 picks a free one."""
     bind: Texts = ()
-    """Listen on these in place of the host: `[::1]:80`, `unix:/run/gw.sock`."""
+    """Addresses to listen on in place of the host: `[::1]:80`, `unix:/run/gw.sock`."""
     tls_cert: FilePath | None = None
-    """Certificate chain in PEM; needs the key."""
+    """Certificate chain in PEM; needs the private key too."""
     tls_key: FilePath | None = None
     """Private key in PEM, without a password."""
     keep_alive_timeout_s: float = Field(default=75, gt=0, le=3600)
@@ -175,22 +179,24 @@ class Settings(BaseSettings):
 
     # Callers
     api_keys: Secrets = ()
-    """Keys, as a bearer token or in x-api-key; without any nobody needs one."""
+    """Keys that callers send as a bearer token or in x-api-key; when unset, no key is needed."""
     shared_prefixes: bool = False
-    """Keys share kept prompts and embeddings: faster, and each key can tell what another asked."""
+    """Callers with different keys share kept prompts and embeddings. That is faster, but each can
+    find out what others have asked.
+    """
     admin_key: SecretStr | None = None
-    """Bearer key of /admin; without it /admin is off (404)."""
+    """Bearer key for /admin; if unset, /admin is off (404)."""
     allow_unauthenticated: bool = False
     """Allow listening beyond loopback without keys."""
     allowed_hosts: Texts = ()
     """`Host` headers allowed while there are no keys, besides this machine's."""
     cors_origins: Origins = ()
-    """Web pages' origins that may call, besides desktop apps; `http://localhost:*` is any port, `*`
-    is all.
+    """Origins of web pages that may call, besides desktop apps; `http://localhost:*` is any port,
+    `*` any origin.
     """
 
     dashboard: bool = True
-    """Serve /dashboard; beyond loopback only if there are API keys."""
+    """Serve /dashboard; without API keys, only while listening on loopback alone."""
 
     # Logs
     log_level: Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(_lower)] = (
@@ -200,56 +206,58 @@ class Settings(BaseSettings):
     log_format: Annotated[Literal["auto", "json", "console"], BeforeValidator(_lower)] = "auto"
     """Form of log lines; auto is console on a terminal, else JSON."""
     log_prompts: bool = False
-    """Log all that callers ask, in full but for images, of which it has the sizes."""
+    """Log all requests in full, with an image's size in place of the image."""
 
     # ── Models: the device, the hub, memory ───────────────────────────────────────────────────────
 
     device: Annotated[Literal["auto", "cpu", "gpu"], BeforeValidator(_lower)] = "auto"
     """Where MLX computes; auto is the GPU where there is one."""
     blas: Annotated[str, AfterValidator(_library)] = "wheel"
-    """What multiplies matrices on Linux: OpenBLAS of the package scipy-openblas32 (`wheel`), else
-    the system's; the system's (`system`); or the path of a library.
+    """The library that multiplies matrices on Linux: `wheel` is OpenBLAS of the package
+    scipy-openblas32 or, without that, the system's; `system` is the system's; or a library's path.
     """
     auto_pull: bool = True
     """Download a hub model at its first request."""
     any_model: Patterns = ()
-    """Hub models that a request may name besides those of the file, as `mlx-community/*`: they are
-    downloaded. Needs API keys, or loopback alone.
+    """Hub models outside the models file that a request may name, such as `mlx-community/*`. They
+    are downloaded then. Needs API keys, or listening on loopback alone.
     """
     disk_reserve_bytes: int = Field(default=10 * 1024**3, ge=0)
-    """Free disk that a model which models.yaml does not list must leave."""
+    """Bytes of the disk that must stay free when a model outside models.yaml is downloaded."""
     hub_endpoint: str | None = Field(default=None, pattern=r"^https?://")
     """Another model hub, such as a mirror."""
     hub_timeout_s: float = Field(default=4, gt=0, le=600)
     """How long the hub may take to answer; then 503."""
     hub_cache: HomePath | None = None
-    """Folder of downloaded models; when unset, Hugging Face's."""
+    """Folder of downloaded models; when unset, Hugging Face's cache."""
     cache_max_models: int = Field(default=3, ge=1, le=64)
-    """Models loaded at once; the idle one used longest ago makes room."""
+    """Most models loaded at once; for another one, the least recently used idle model is evicted.
+    """
     cache_max_bytes: int | None = Field(default=None, ge=1)
     """Memory that loaded models and answers under way may take."""
     kv_allowance_tokens: int = Field(default=4096, ge=0, le=16_777_216)
-    """Tokens whose KV is counted to a chat model's size before it is loaded."""
+    """Tokens whose KV is added to a chat model's size when memory is reserved for its load."""
     kv_answer_tokens: int = Field(default=256, ge=1, le=16_777_216)
-    """Answer tokens that must have room in memory for an answer to begin. If memory runs out then,
-    the youngest answer waits and goes on later.
+    """An answer begins once there is memory for this many of its tokens. If memory runs out later,
+    the youngest answer waits and goes on afterwards.
     """
     load_wait_s: float = Field(default=20, ge=0, le=3600)
-    """How long a request waits for its model, and answers for memory that other models hold; then
-    503.
+    """How long a request waits for its model to load, and an answer for memory that other models
+    hold; then 503.
     """
     model_ttl_s: float | None = Field(default=None, gt=0)
     """Seconds without a request after which a model is unloaded."""
     ready_in_part: bool = False
     """Answer 200 on /ready though some (not all) preloaded models failed to load."""
     warm_up: bool = True
-    """Run a model once at load, so that no request is the first."""
+    """Run a model once at load, so that the first request is as fast as later ones."""
     self_test: bool = True
-    """At load, compare a chat model's answers in a batch with those alone, for at most two seconds,
-    then while it is idle; if they differ, it answers one at a time.
+    """Compare a chat model's answers in a batch with its answers alone: at load for at most two
+    seconds, then while it is idle. If they differ, it answers one request at a time.
     """
     self_test_folder: HomePath | None = None
-    """Where outcomes are kept; unset, mlx-gateway/self-tests in the user's cache."""
+    """Folder for the results of self-tests; when unset, mlx-gateway/self-tests in the user's cache.
+    """
     give_back_s: float = Field(default=15, gt=0, le=86_400)
     """How often freed memory is given back to the system."""
     responses_kept: int = Field(default=1000, ge=0, le=1_000_000)
@@ -257,16 +265,16 @@ class Settings(BaseSettings):
     /v1/responses/{id}`, in even shares for the API keys; 0 keeps none.
     """
     responses_max_bytes: int = Field(default=256 * 1024 * 1024, ge=1024)
-    """JSON that kept responses may take, in even shares for the API keys."""
+    """Bytes that kept responses may take, in even shares for the API keys."""
     responses_ttl_s: float = Field(default=86_400, gt=0)
     """How long a response is kept."""
     mlx_cache_limit_bytes: int | None = Field(default=None, ge=0)
-    """Freed memory that MLX keeps for reuse; when unset a quarter of Metal's working set, 32 MiB on
-    a CPU.
+    """Freed memory that MLX keeps for reuse; when unset, a quarter of Metal's working set, or 32
+    MiB on a CPU.
     """
     mlx_wired_limit_bytes: int | None = Field(default=None, ge=0)
-    """Memory that Metal keeps resident; none when unset: wired memory was seen to panic macOS's
-    kernel under such loads (mlx issue 3186).
+    """Memory that Metal keeps resident (wired); none when unset, because wired memory has made
+    macOS's kernel panic under such loads (mlx issue 3186).
     """
 
     # ── Batches, grammars, shares of the device, queues ───────────────────────────────────────────
@@ -280,43 +288,43 @@ class Settings(BaseSettings):
     embedding_adaptive_window: bool = False
     """Let the load choose the wait for more texts."""
     embedding_window_low_ms: float = Field(default=2, ge=0, le=1000)
-    """Wait for texts at under a quarter of a batch."""
+    """Adaptive wait while the load is under a quarter of a batch."""
     embedding_window_medium_ms: float = Field(default=10, ge=0, le=1000)
-    """Wait for texts at under a full batch."""
+    """Adaptive wait while the load is at least a quarter of a batch."""
     embedding_window_high_ms: float = Field(default=25, ge=0, le=1000)
-    """Wait for texts at a full batch or more."""
+    """Adaptive wait while the load is a batch or more."""
     embedding_min_batch_size: int = Field(default=1, ge=1, le=4096)
-    """Fewer texts than this wait for more, even if no request is on its way."""
+    """If fewer texts than this are waiting, they wait for more even while no request arrives."""
     embedding_batch_deadline_ms: float = Field(default=100, ge=0, le=10_000)
-    """The longest that a text waits for more."""
+    """The longest time that a text waits for more texts."""
     embedding_cache_size: int = Field(default=0, ge=0, le=10_000_000)
-    """Vectors kept by text, per model; 0 keeps none."""
+    """Vectors of earlier texts that are kept, per model; 0 keeps none."""
     generation_max_batch_size: int = Field(default=32, ge=1, le=1024)
     """Answers written together; 1 turns batching off."""
     prefill_chunk_tokens: int = Field(default=512, ge=16, le=65_536)
-    """Prompt tokens read in one pass: prompts times their longest piece. What is left of a prompt
-    is read with its last piece if it is at most a quarter of one.
+    """Prompt tokens read in one pass: the number of prompts times the longest piece of one. The
+    rest of a prompt is read with the piece before it if it is at most a quarter of a piece.
     """
     prefix_cache_bytes: PrefixBytes = "auto"
-    """KV kept of prompts, for others that begin alike: auto is up to a quarter of the device's
-    memory, as far as models and a row of 32,768 tokens leave it, for all chat models together; a
-    number is for each of them, and 0 keeps none.
+    """Bytes of KV of earlier prompts that are kept for prompts that begin alike. `auto` is up to a
+    quarter of the device's memory for all chat models together, less if models and a row of 32,768
+    tokens need it. A number is for each chat model; 0 keeps none.
     """
     prefix_folder: HomePath | None = None
-    """Folder of this gateway alone, in which kept prompts outlive a restart, in readable form; none
-    when unset.
+    """Folder in which kept prompts outlive a restart, unencrypted. No other gateway may use it.
+    When unset, none are stored.
     """
     prefix_folder_bytes: int = Field(default=20 * 1024**3, ge=1)
-    """Bytes of its files; what was used longest ago goes first."""
+    """Bytes of the files in the prefix folder; the least recently used are deleted first."""
     speculate_rows: int = Field(default=8, ge=0, le=8)
-    """Tokens are read ahead while at most this many answers decode: tokens that a grammar leaves no
-    choice of, and guesses from the prompt or a draft model; 0 is never.
+    """While at most this many answers decode, tokens are read ahead: those for which a grammar
+    leaves no choice, and guesses from the prompt or from a draft model. 0 is never.
     """
     structured_rows: int = Field(default=1, ge=1, le=1024)
-    """Structured answers written together, per model."""
+    """Structured answers decoded together, per model."""
     structured_compile_timeout_s: float = Field(default=2, gt=0, le=600)
-    """Processor time that a grammar may take to compile; beyond it is a 400. A request waits
-    fifteen times as long for one, then gets a 503.
+    """Processor time that a grammar may take to compile; beyond it, 400. A request waits up to
+    fifteen times as long for its grammar; then 503.
     """
     structured_cache_size: int = Field(default=128, ge=1, le=65_536)
     """Compiled grammars kept, per model."""
@@ -329,18 +337,20 @@ class Settings(BaseSettings):
     lane_weight_load: float = Field(default=1, gt=0, le=1000)
     """Share of the device for loading models."""
     pass_limit_s: float = Field(default=0.25, gt=0, le=60)
-    """How long one pass of embeddings or prompts may take, as measured; longer work is cut, and
-    other work has its turn in between.
+    """How long one pass of embeddings or prompts may take, judged by earlier passes. Longer work is
+    divided, and other work has its turn in between.
     """
     tier_head_start_s: float = Field(default=5, ge=0, le=3600)
-    """What `service_tier` is worth: priority counts as so much earlier, flex as so much later."""
+    """Effect of `service_tier`: a request counts as arriving this much earlier with priority, and
+    this much later with flex.
+    """
     queue_limit: int = Field(default=256, ge=1)
-    """Requests that a model may have at once, waiting or running, and likewise choices; beyond it,
+    """Most requests that a model may have at once, waiting or running, and most choices; beyond it,
     429.
     """
     queue_max_tokens: int = Field(default=2_000_000, ge=1)
-    """Tokens that a model's requests may have, waiting or running (one that is alone may have
-    more); beyond it, 429.
+    """Most tokens that a model's requests may have together, waiting or running (a single request
+    may have more); beyond it, 429.
     """
 
     # ── Limits of requests, deadlines, stalls ─────────────────────────────────────────────────────
@@ -353,8 +363,8 @@ class Settings(BaseSettings):
     max_body_bytes: int = Field(default=32 * 1024 * 1024, ge=1024, le=2**31)
     """Largest request body; beyond it, 413."""
     max_bodies_bytes: int = Field(default=256 * 1024 * 1024, ge=1024)
-    """Bytes of the bodies of all requests under way and of all answers not yet read, without the
-    first 64 KiB of each; beyond it, 503.
+    """Bytes of all request bodies under way and all answers that clients have not read yet, without
+    the first 64 KiB of each; beyond it, 503.
     """
     max_header_bytes: int = Field(default=32 * 1024, ge=1024, le=1024 * 1024)
     """Largest request head: path, query and headers; beyond it, 431."""
@@ -379,8 +389,8 @@ class Settings(BaseSettings):
     strict_fields: bool = False
     """Answer 400 to unknown request fields."""
     leave_out_images: bool = False
-    """Leave images of earlier turns and of tools' results out where a model reads text alone; one
-    in the newest message stays a 400. A request's header `x-gateway-leave-out-images` goes first.
+    """If a model reads only text, leave out images of earlier turns and of tool results; an image
+    in the newest message is still a 400. The header `x-gateway-leave-out-images` takes precedence.
     """
     requests_per_minute: int | None = Field(default=None, ge=1)
     """Requests a key may make in a minute; then 429. No limit when unset."""
@@ -390,7 +400,7 @@ class Settings(BaseSettings):
     request_timeout_s: float = Field(default=600, gt=0, le=86_400)
     """Longest time for one request; then 504."""
     stream_open_after_s: float = Field(default=10, gt=0, le=600)
-    """How long an accepted stream's 200 waits for its first token."""
+    """How long a stream's status 200 waits for the first token; then it is sent without one."""
     send_timeout_s: float = Field(default=30, gt=0, le=3600)
     """How long a client may leave its answer unread; after that it must read 128 KiB a second on
     average.
@@ -399,14 +409,14 @@ class Settings(BaseSettings):
     """How long answers may take to finish after SIGTERM or Ctrl-C."""
 
     stall_limit_s: float = Field(default=60, gt=0, le=86_400)
-    """How long one call may keep the device, or four times as long as the longest of its kind did;
+    """How long one call may keep the device, unless four times the longest similar call is longer;
     then it counts as stuck, and /health is 503.
     """
     load_stall_limit_s: float = Field(default=600, gt=0, le=86_400)
-    """The stall limit for a step of loading, and the first call of its kind."""
+    """The stall limit for a step of loading, and for a call without earlier similar ones."""
     exit_on_stall: bool = True
-    """End the process with status 70 when a call is stuck or the device has failed for good, for
-    its supervisor to start it again.
+    """End the process with status 70 when a call is stuck or the device has failed for good, so
+    that a supervisor can start it again.
     """
 
     @field_validator("bind")
@@ -443,14 +453,16 @@ class Settings(BaseSettings):
 
     @property
     def models_file(self) -> Path | None:
-        """The file whose models are all served; None if only those that were named are."""
+        """The file whose models are all served; None if only the models in `serve` are served."""
         if self.serve and "models" not in self.model_fields_set:
             return None
         return self.models
 
     @property
     def binds(self) -> tuple[str, ...]:
-        """The addresses to listen on: `bind`, else host; a bind without a port has `port`."""
+        """The addresses to listen on: those of `bind`, or else `host`. One without a port gets
+        `port`.
+        """
         return tuple(with_port(bind, self.port) for bind in self.bind or (self.host,))
 
     @property
@@ -464,8 +476,9 @@ class Settings(BaseSettings):
 
     @property
     def read_header_bytes(self) -> int:
-        """Header bytes Hypercorn accepts: four times our limit, so that we can answer 431 as JSON.
+        """The most header bytes that Hypercorn reads: four times `max_header_bytes`, so that the
+        gateway can answer 431 as JSON.
 
-        Beyond that it answers a bare 431.
+        Beyond that, Hypercorn answers 431 without a body.
         """
         return 4 * self.max_header_bytes

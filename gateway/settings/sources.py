@@ -1,6 +1,6 @@
-"""Where a setting's value comes from: a flag, the environment, .env or its default.
+"""Reads the settings' values from flags, the environment, .env and defaults.
 
-The gateway's own variables are read nowhere else. Settings are also listed here: for `config`, for
+GATEWAY_ variables are read nowhere else. This module also describes settings: for `config`, for
 messages about wrong values and variables without effect, and for the table in the docs.
 """
 
@@ -32,8 +32,8 @@ class SettingsInvalid(Exception):
 def load_settings(
     flags: Mapping[str, object] | None = None, env_file: Path | None = ENV_FILE
 ) -> Settings:
-    """Return the settings. Flags win over the environment, which wins over .env. A flag that is
-    None was not given.
+    """Return the settings. Flags win over the environment, which wins over .env. A flag whose value
+    is None counts as not given.
 
     Raises SettingsInvalid with one line per problem.
     """
@@ -49,16 +49,15 @@ def load_settings(
 def variables(env_file: Path | None = ENV_FILE) -> dict[str, str]:
     """Return every variable of the environment and of .env, for reading models.yaml.
 
-    The environment wins.
+    A variable that both have gets the environment's value, unless that is empty.
     """
-    # An empty variable of the environment does not hide one in .env.
     filled = {name: value for name, value in os.environ.items() if value}
     return {**os.environ, **_dotenv(env_file), **filled}
 
 
 def exports_traces() -> bool:
     """Return True if OpenTelemetry's own variables name a destination for traces."""
-    # The SDK reads them only from the environment, not from .env.
+    # OpenTelemetry's SDK reads its variables only from the environment, not from .env.
     if os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
         return False
     if os.environ.get("OTEL_TRACES_EXPORTER", "otlp") != "otlp":
@@ -75,7 +74,7 @@ def _dotenv(env_file: Path | None) -> dict[str, str]:
 
 
 def _lines(error: ValidationError, given: Mapping[str, Any], env_file: Path | None) -> list[str]:
-    """Return a line for each wrong value: its variable or flag, its text and the rule it breaks."""
+    """Return a line for each wrong value: the variable or flag, the text and the broken rule."""
     lines = []
     for details in error.errors(include_url=False):
         message = details["msg"].removeprefix("Input ").removeprefix("Value error, ")
@@ -99,14 +98,14 @@ def _lines(error: ValidationError, given: Mapping[str, Any], env_file: Path | No
 def find_source(
     name: str, given: Mapping[str, Any], env_file: Path | None
 ) -> tuple[str | None, Origin]:
-    """Return the text that a setting was given, None for a default, and its origin."""
+    """Return the text that sets a setting, and the text's origin; None if it has its default."""
     if name in given:
         return str(given[name]), "flag"
     return origin(variable(name), env_file)
 
 
 def origin(name: str, env_file: Path | None = ENV_FILE) -> tuple[str | None, Origin]:
-    """Return a variable's text and its origin; an empty variable counts as not set."""
+    """Return a variable's text and the text's origin. An empty variable counts as not set."""
     places: tuple[tuple[Mapping[str, str], Origin], ...] = (
         (os.environ, "environment"),
         (_dotenv(env_file), ".env"),
@@ -124,7 +123,7 @@ _CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+@")
 
 @dataclass(frozen=True, slots=True)
 class Knob:
-    """One setting with its value in force; a secret is masked."""
+    """One setting with its value and the value's origin. Secret values are masked."""
 
     name: str
     env: str
@@ -162,7 +161,7 @@ VARIABLES = frozenset(
 def strays(known: Collection[str] = (), env_file: Path | None = ENV_FILE) -> list[str]:
     """Return a line for each GATEWAY_ variable without effect, with the nearest valid name.
 
-    `known` are the variables of models.yaml.
+    `known` are the variables that have an effect on models.yaml.
     """
     valid = VARIABLES | set(known)
     lines = []
@@ -175,8 +174,8 @@ def strays(known: Collection[str] = (), env_file: Path | None = ENV_FILE) -> lis
 
 
 def _nearest(name: str, valid: Collection[str]) -> str | None:
-    """Return the valid name that differs by a letter; otherwise the shortest one that has the same
-    words and more, otherwise the most similar one.
+    """Return the valid name that differs by about a letter; if there is none, the shortest one that
+    has the same words and others between them; if there is none, the most similar one.
     """
     typos = difflib.get_close_matches(name, valid, n=1, cutoff=0.95)
     if typos:

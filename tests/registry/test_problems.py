@@ -230,7 +230,7 @@ def test_anchors_of_anchors_are_counted_before_they_are_built(file: Path, merge:
         for level in range(1, 9)
     )
     text = f"{first}{levels}version: 1\nmodels: {{}}\n"
-    assert problems(file, text) == ["models.yaml:1: its anchors stand for over 100,000 values"]
+    assert problems(file, text) == ["models.yaml:1: its anchors expand to over 100,000 values"]
 
 
 def test_a_path_that_cannot_be_followed_is_a_problem(file: Path) -> None:

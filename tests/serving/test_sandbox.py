@@ -125,7 +125,7 @@ def test_what_takes_long_keeps_nobody_else() -> None:
             assert not slow.done()
             # No third one was started meanwhile: that takes seconds of processor time from these.
             assert len(box._idle) + len(box._busy) == 2
-            assert box(template(SLOW), b"second") == ("busy", "another takes as long")
+            assert box(template(SLOW), b"second") == ("busy", "another slow call is running")
             assert box(template("ok"), b"ok") == OK
         assert slow.result()[0] == "killed"
 

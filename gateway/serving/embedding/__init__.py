@@ -1,7 +1,7 @@
-"""Inputs → vectors, pairs → scores, in batches across requests.
+"""Computes vectors of texts, and scores of documents, in passes that requests share.
 
-batcher      texts with the model's prompts → vectors, which are cached; scores from their cosines
+batcher      texts with the model's prompts → vectors, which are cached; scores from cosines
 reranker     pairs of a query and a document → scores
-row_batcher  the base class of both: a queue of requests, and the passes that compute their rows
+row_batcher  the base class of the two batchers: a queue of requests, and passes over their rows
 policy       which rows the next pass takes, and how long it waits for more
 """

@@ -56,7 +56,7 @@ class EmbeddingCache:
             self._vectors.popitem(last=False)
 
     def get(self, text: str, salt: str, *, truncate: bool) -> TextVector | None:
-        """Return a text's vector or None. The vector of a truncated text needs `truncate`."""
+        """Return a text's vector or None. A truncated text's vector is found only if `truncate`."""
         if not self._size:
             return None
         key = _digest(text, salt)
@@ -73,7 +73,7 @@ class EmbeddingCache:
         if not self._size:
             return
         key = _digest(text, salt)
-        # Copied, since the vector is a view that would keep the whole request's array alive.
+        # The vector is a view of the whole request's array: only a copy lets that array be freed.
         self._vectors[key] = replace(vector, vector=vector.vector.copy())
         self._vectors.move_to_end(key)
         if len(self._vectors) > self._size:
@@ -100,7 +100,7 @@ class EmbeddingBatcher(RowBatcher[TokenIds]):
         arrivals: Arrivals | None = None,
     ) -> None:
         super().__init__(name, engine.embed, engine.probe, lane, limits, arrivals)
-        self.engine = engine  # callers read its facts about the model
+        self.engine = engine  # public: callers read the engine's facts about the model
         self._pool = pool
         self._cache = EmbeddingCache(name, limits.cache_size)
 
@@ -119,11 +119,11 @@ class EmbeddingBatcher(RowBatcher[TokenIds]):
             return await self._embed(job, add_prompts(self.engine, self._name, job), expected)
 
     async def rerank(self, job: RerankJob, arrival: Arrival | None = None) -> Reranked:
-        """Return a score for each document: (1 + c) / 2, or c if the job `is_raw`, where c is the
-        cosine of the document's and the query's vectors.
+        """Return a score for each document: (1 + c) / 2, where c is the cosine of the document's
+        and the query's vectors, or c itself if the job `is_raw`.
 
-        The model's prompts for queries and documents, if any, are put before the texts. Raises the
-        errors of `embed`.
+        The model's prompts for queries and documents, if it has any, are put before the texts.
+        Raises the errors of `embed`.
         """
         query_prompt = find_prompt(self.engine, QUERY_PROMPTS, job.prompt_name)
         document_prompt = find_prompt(self.engine, DOCUMENT_PROMPTS, job.prompt_name)
@@ -184,7 +184,7 @@ class EmbeddingBatcher(RowBatcher[TokenIds]):
     async def _compute_texts(
         self, job: EmbedJob, texts: Sequence[str], arrival: Arrival
     ) -> list[TextVector]:
-        """Embed the texts or, if there are none, the job's token ids."""
+        """Compute the vectors of the texts or, if there are none, of the job's token ids."""
         rows = await self._tokenize(job, texts)
         rows, truncated = fit_to_context(self.engine, rows, truncate=job.truncate)
         vectors = await self._queue(rows, job.caller.timings, arrival)
@@ -206,7 +206,8 @@ class EmbeddingBatcher(RowBatcher[TokenIds]):
 
 
 def add_prompts(engine: EmbeddingEngine, model: str, job: EmbedJob) -> list[str]:
-    """Return the texts, each after the prompt that the job names or the model's default prompt.
+    """Return the job's texts, each preceded by the prompt that the job names, or else the model's
+    default prompt.
 
     Raises BadRequest for a prompt that the model does not have.
     """
@@ -226,8 +227,8 @@ DOCUMENT_PROMPTS: Final = ("document", "passage")  # the names in Qwen3's and e5
 
 
 def find_prompt(engine: EmbeddingEngine, names: Sequence[str], default: str | None) -> str:
-    """Return the text of the first prompt that the model has among `names`, `default` and its
-    default prompt, or an empty text if it has none.
+    """Return the text of a prompt: the first that the model has of `names`, then of `default`, then
+    the model's default prompt; or an empty text if it has none of these.
     """
     for name in (*names, default, engine.default_prompt_name):
         if name is not None and name in engine.prompts:
@@ -236,7 +237,7 @@ def find_prompt(engine: EmbeddingEngine, names: Sequence[str], default: str | No
 
 
 def cosines(queries: Vectors, documents: Vectors) -> npt.NDArray[np.float64]:
-    """Return the cosine of each document and its query, (documents,).
+    """Return the cosine between each document's vector and its query's, (documents,).
 
     `queries` has one row for all documents, or one row per document.
     """
@@ -261,9 +262,9 @@ def check_ids(engine: EmbeddingEngine, model: str, rows: Sequence[TokenIds]) -> 
 def fit_to_context(
     engine: EmbeddingEngine, rows: list[TokenIds], *, truncate: bool
 ) -> tuple[list[TokenIds], set[int]]:
-    """Return the rows, with too long ones truncated, and the indices of the truncated rows.
+    """Truncate rows that are too long. Return all rows, and the indices of the truncated rows.
 
-    Raises ContextLengthExceeded for a row that is too long, unless `truncate`.
+    Unless `truncate`, raises ContextLengthExceeded for a row that is too long.
     """
     limit = engine.max_tokens
     over = [index for index, row in enumerate(rows) if len(row) > limit]

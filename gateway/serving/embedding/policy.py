@@ -9,7 +9,7 @@ from gateway.serving.admission import NO_BOUND
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Windows:
-    """The seconds that a pass waits for more inputs, depending on the load."""
+    """The seconds that a pass waits for more inputs, at low, medium and high load."""
 
     low_s: float
     medium_s: float
@@ -24,8 +24,8 @@ class EmbeddingLimits:
     max_batch_tokens: int
     batch_window_s: float
     min_batch_size: int = 1
-    batch_deadline_s: float = 0.1  # most seconds that an input waits for others
-    # Windows that depend on the load. They replace `batch_window_s`.
+    batch_deadline_s: float = 0.1  # most seconds that an input waits for other inputs
+    # Windows that depend on the load; if given, they replace `batch_window_s`.
     windows: Windows | None = None
     queue_max_tokens: int = NO_BOUND
     cache_size: int = 0  # most vectors in the cache
@@ -36,11 +36,11 @@ class EmbeddingLimits:
 def take_batch(lengths: Sequence[Sequence[int]], max_rows: int, max_tokens: int) -> list[int]:
     """Return how many of each request's next inputs share the next padded batch.
 
-    `lengths` has, for each request, oldest first, the lengths of its inputs in tokens, in the order
-    in which they are to be taken. Requests take turns, one input each, so that a huge request
-    leaves room for small ones. The tokens of a padded batch are its longest row times its rows. The
-    first input of the oldest request is always taken, even if it exceeds `max_tokens`, since it
-    would never be served otherwise.
+    `lengths` has a list for each request, oldest first: the lengths of the request's inputs in
+    tokens, in the order in which they are to be taken. Requests take turns, one input each, so that
+    a huge request leaves room for small ones. The tokens of a padded batch are the length of its
+    longest row times the number of rows. The first input of the oldest request is always taken,
+    even if it exceeds `max_tokens`, since it would never be served otherwise.
     """
     counts = [0] * len(lengths)
     rows = longest = 0
@@ -49,7 +49,7 @@ def take_batch(lengths: Sequence[Sequence[int]], max_rows: int, max_tokens: int)
         request = turns.popleft()
         length = lengths[request][counts[request]]
         if rows and max(longest, length) * (rows + 1) > max_tokens:
-            continue  # the request's other inputs are at least as long
+            continue  # the request's further inputs are at least as long, so none fits
         longest = max(longest, length)
         rows += 1
         counts[request] += 1
@@ -59,7 +59,7 @@ def take_batch(lengths: Sequence[Sequence[int]], max_rows: int, max_tokens: int)
 
 
 def window(load: int, limits: EmbeddingLimits) -> float:
-    """Return the window in seconds for `load` requests, waiting or on their way.
+    """Return the seconds of the window when `load` requests are waiting or on their way.
 
     The load is low below a quarter of a full batch, and high from a full batch on.
     """
@@ -80,7 +80,8 @@ def patience(
     *,
     newest_age_s: float | None,
 ) -> float:
-    """Return for how many more seconds `rows` inputs, the oldest `age_s` old, wait for others.
+    """Return how many more seconds the `rows` waiting inputs, of which the oldest has waited for
+    `age_s`, should wait for other inputs.
 
     `newest_age_s` is the age of the newest request that is on its way to the queue, or None. There
     are four cases:

@@ -37,7 +37,7 @@ class RerankBatcher(RowBatcher[Pair]):
         arrivals: Arrivals | None = None,
     ) -> None:
         super().__init__(name, self._score, engine.probe, lane, limits, arrivals)
-        self.engine = engine  # callers read its facts about the model
+        self.engine = engine  # public: callers read the engine's facts about the model
         self._pool = pool
 
     async def rerank(self, job: RerankJob, arrival: Arrival | None = None) -> Reranked:
@@ -59,7 +59,7 @@ class RerankBatcher(RowBatcher[Pair]):
         return Reranked(relevance(logits, is_raw=job.is_raw), tokens, truncated)
 
     async def _encode(self, part: Part, job: RerankJob) -> list[Pair]:
-        """Tokenize queries, each with its documents; on a thread unless they are short."""
+        """Tokenize queries, each with its documents: short texts at once, others on a thread."""
 
         def encode() -> list[Pair]:
             return [
@@ -86,7 +86,7 @@ class RerankBatcher(RowBatcher[Pair]):
             raise ContextLengthExceeded(limit, tokens, noun="documents", part="documents")
 
     def _score(self, pairs: Sequence[Pair]) -> Vectors:
-        """Return the pairs' logits. Raises EngineFailed unless all are finite. On the lane only."""
+        """Return the pairs' logits. Raises EngineFailed if one is not finite. Runs on the lane."""
         logits = self.engine.score(pairs)
         if not np.isfinite(logits).all():
             raise EngineFailed(self._name, "a score is not finite.")
@@ -94,7 +94,9 @@ class RerankBatcher(RowBatcher[Pair]):
 
 
 def _slices(job: RerankJob) -> Iterator[Part]:
-    """Yield slices of about SLICE_CHARS: lists of queries, each with its documents."""
+    """Yield the job's pairs in slices of about SLICE_CHARS. A slice is a list of queries, each with
+    its documents.
+    """
     pairs = zip(job.queries or repeat(job.query), job.documents)  # noqa: B905
     part: dict[int, tuple[str, list[str]]] = {}
     chars = 0
@@ -108,9 +110,9 @@ def _slices(job: RerankJob) -> Iterator[Part]:
 
 
 def relevance(logits: Vectors, *, is_raw: bool) -> npt.NDArray[np.float64]:
-    """Return the log-odds of relevance if `is_raw`, else its probability, (rows,).
+    """Return each row's probability of relevance, (rows,), or the log-odds of it if `is_raw`.
 
-    The last label stands for relevance. If there are several labels, its probability is that of a
+    The last label stands for relevance. With several labels, the probability is that label's in a
     softmax, as in llama.cpp with two labels. vLLM and sentence-transformers support only one label.
     """
     odds = logits[:, -1].astype(np.float64)

@@ -22,7 +22,9 @@ log = logs.get("embedding")
 
 
 class RowRequest(Generic[R]):
-    """The rows of one request. Short rows are taken first, to keep padding low."""
+    """The rows of one request and their results. Short rows are computed first, which keeps padding
+    low.
+    """
 
     def __init__(self, rows: Sequence[R], timings: Timings) -> None:
         self.arrived = clock.now()
@@ -36,7 +38,7 @@ class RowRequest(Generic[R]):
         self._array: Vectors | None = None
         self._inferred_s = 0.0
         self._lane_s = 0.0
-        self._turn: Turn | None = None  # the last turn that computed its rows
+        self._turn: Turn | None = None  # the last turn that computed rows of this request
 
     @property
     def is_over(self) -> bool:
@@ -54,7 +56,7 @@ class RowRequest(Generic[R]):
         return len(self._order) - self._taken
 
     def lengths(self, most: int) -> list[int]:
-        """Return the lengths of the next rows, in tokens, for up to `most` rows."""
+        """Return the lengths in tokens of the next rows to take, up to `most` of them."""
         return [len(self._rows[i]) for i in self._order[self._taken : self._taken + most]]
 
     def take(self, count: int) -> "list[Row[R]]":
@@ -65,7 +67,9 @@ class RowRequest(Generic[R]):
         return [Row(self, index, self._rows[index]) for index in tickets]
 
     def note_pass(self, seconds: float, turn: Turn) -> None:
-        """Add the seconds of a pass and, once per turn, the seconds of the wait for the lane."""
+        """Count the seconds of a pass over the request's rows and, once per turn, the seconds of
+        the wait for the lane.
+        """
         self._inferred_s += seconds
         if turn is not self._turn:
             self._turn = turn
@@ -82,12 +86,12 @@ class RowRequest(Generic[R]):
             self.results.set_result(self._array)
 
     def close(self) -> None:
-        """Stop waiting: no further rows are computed."""
+        """Stop waiting for results. Rows that are not in a batch yet are never computed."""
         self.results.cancel()
 
     def write_timings(self) -> None:
         """Record the time that the request spent in each stage."""
-        # Time that was neither LANE nor INFERENCE counts as QUEUE.
+        # The request's time that was neither LANE nor INFERENCE counts as QUEUE.
         now, add = clock.now(), self._timings.add
         inferred_since = now - self._inferred_s
         lane_since = inferred_since - self._lane_s
@@ -114,7 +118,7 @@ class RowBatcher(Generic[R]):
 
     `kind` names the worker's turns of the lane. `compute` gets rows sorted by length, and returns
     their results, (rows, width) float32. `probe` computes a fixed row, to find out whether the
-    device works. Both run on the lane.
+    device works. Both functions run on the lane.
     """
 
     kind: ClassVar[str]
@@ -152,8 +156,8 @@ class RowBatcher(Generic[R]):
 
     @contextlib.asynccontextmanager
     async def _begin(self, caller: Caller, arrival: Arrival | None) -> AsyncIterator[Arrival]:
-        """Yield the request's arrival, which is to end once its rows are queued. Cancels the body
-        at the caller's deadline.
+        """Yield the request's arrival: the given one, or a new one. It must be ended once the rows
+        are queued. The body is cancelled at the caller's deadline.
         """
         timings = caller.timings
         timings.model, timings.stage = self._name, Stage.TOKENIZE
@@ -193,8 +197,8 @@ class RowBatcher(Generic[R]):
                 await self._collect()
                 async with self._lane.turn(self.kind) as turn:
                     await self._pass(turn)
-                    # Run further passes in this turn until another turn is due. If no other turn
-                    # waits, end this one, and collect requests again.
+                    # While other turns wait but none is due, run further passes in this turn. If no
+                    # other turn waits, end this one, and collect requests again.
                     while self._has_work() and turn.is_contended and not turn.is_up:
                         await self._pass(turn)
 
@@ -229,7 +233,9 @@ class RowBatcher(Generic[R]):
             await arrivals.wait_for_change(more_s)
 
     async def _pass(self, turn: Turn) -> None:
-        """Choose a batch from the requests that wait now that the lane is held, and compute it."""
+        """Compute a batch, which is chosen only now that the lane is held, so that it has requests
+        that came during the wait.
+        """
         batch = self._take()
         if not batch:
             return
@@ -271,8 +277,8 @@ class RowBatcher(Generic[R]):
     async def _retry_alone(self, turn: Turn, batch: list[Row[R]], error: Exception) -> None:
         """Compute each row alone, so that only the rows at fault fail."""
         fault = await self._note(turn, error)
-        # Even a single row is retried after two kinds of fault: memory ran out, and some is freed
-        # now; or compiling failed, and the retry runs without compiled code.
+        # Even a single row is retried if memory ran out, because some is freed first, or if
+        # compiling failed, because the retry runs without compiled code.
         if fault is Fault.PRESSURE:
             await turn(self._lane.health.shed)
         for row in batch:
@@ -286,7 +292,9 @@ class RowBatcher(Generic[R]):
             _refuse([row], self._as_error(error))
 
     async def _note(self, turn: Turn, error: Exception) -> Fault:
-        """Record the error of a pass; return its kind. Raises DeviceLost if the device is lost."""
+        """Record the error of a pass, and return its kind of fault. Raises DeviceLost if the device
+        is lost.
+        """
         health = self._lane.health
         fault = health.classify(error)
         await turn(health.note, fault, str(error), self._probe)

@@ -16,7 +16,10 @@ log = logs.get("generation")
 
 
 class Fit(Enum):
-    """Whether a finished choice fits its schemas. BROKEN: it violates a schema that it must fit."""
+    """Whether a finished choice fits its schemas.
+
+    BROKEN is an error: the choice violates a schema that it must fit.
+    """
 
     VALID = "valid"
     INVALID = "invalid"
@@ -30,7 +33,9 @@ class Fit(Enum):
 
 
 def choose_retried(job: GenerateJob, fits: Sequence[Fit | None]) -> list[int]:
-    """Return the indices of the choices to retry: those that don't fit, if a retry may differ."""
+    """Return the indices of the choices that don't fit and should be retried. None are if a retry
+    would give the same answer, because the job has a seed or a temperature of 0.
+    """
     if job.sampling.seed is not None or job.sampling.temperature == 0:
         return []
     return [index for index, fit in enumerate(fits) if fit in (Fit.INVALID, Fit.BROKEN)]
@@ -38,15 +43,17 @@ def choose_retried(job: GenerateJob, fits: Sequence[Fit | None]) -> list[int]:
 
 @dataclass(slots=True)
 class _Choice:
-    """The collected text and calls of a choice so far; each call has a name and arguments."""
+    """The text and the calls of a choice so far, as pieces from its deltas."""
 
     text: list[str] = field(default_factory=list)
-    calls: dict[int, tuple[list[str], list[str]]] = field(default_factory=dict)
+    calls: dict[int, tuple[list[str], list[str]]] = field(default_factory=dict)  # name, arguments
     is_cut: bool = False
 
 
 class AnswerChecker:
-    """A collector of one job's choices, which checks them against the job's schemas, if any."""
+    """Collects the deltas of one job's choices, and checks each finished choice against the job's
+    schemas, if it has any.
+    """
 
     def __init__(
         self,
@@ -75,7 +82,7 @@ class AnswerChecker:
         self._is_needed = has_schema or bool(self._held)
 
     def add(self, delta: Delta) -> None:
-        """Add a delta to its choice."""
+        """Collect a delta."""
         if not self._is_needed:
             return
         choice = self._choices.setdefault(delta.index, _Choice())
@@ -87,9 +94,10 @@ class AnswerChecker:
             arguments.append(delta.call.arguments)
 
     async def check(self, index: int) -> Fit | None:
-        """Return whether a finished choice fits, and count the result. None if there is no schema.
+        """Return whether a finished choice fits its schemas, and count the result in the metrics.
+        Return None if there is nothing to check.
 
-        The result is UNKNOWN if the choice was cut, the deadline passed, or the check cannot tell.
+        The result is UNKNOWN if the choice was cut, the deadline passed, or the engine cannot tell.
         """
         choice = self._choices.pop(index, None)
         if choice is None:
@@ -107,7 +115,7 @@ class AnswerChecker:
         return fit
 
     async def require_fits(self) -> None:
-        """Check every choice. Raises SchemaViolated if one is BROKEN."""
+        """Check every choice that is not checked yet. Raises SchemaViolated if one is BROKEN."""
         for index in list(self._choices):
             if await self.check(index) is Fit.BROKEN:
                 raise SchemaViolated
@@ -130,7 +138,9 @@ class AnswerChecker:
         return Fit.VALID if is_known else Fit.UNKNOWN
 
     def _schemas(self, choice: _Choice) -> Iterator[tuple[str, str, bool]]:
-        """Yield each schema, the text to validate against it, and whether the text must fit."""
+        """Yield each schema of a choice, with the text to validate against it, and True if it is an
+        error if the text does not fit.
+        """
         grammar = self._job.grammar
         for name, arguments in choice.calls.values():
             function = self._held.get("".join(name))

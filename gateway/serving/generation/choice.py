@@ -1,4 +1,4 @@
-"""One choice of a job, from the queue to its end, as serving sees it; the reader of its deltas."""
+"""The state of one choice of a job, from the queue to its end; the reader of a job's deltas."""
 
 import asyncio
 from collections import defaultdict
@@ -26,17 +26,17 @@ class Choice:
     inbox: asyncio.Queue[Delta | GatewayError]  # shared by all choices of the job
     rank: float = 0.0
     timings: Timings | None = None  # the job's timings; only its first choice has them
-    request: str = ""  # the request's number: requests take turns in having a sequence join
-    id: int = 0  # the sequence's id; 0 until it joins
+    request: str = ""  # the request's number; sequences of different requests join in turn
+    id: int = 0  # the engine's id of the sequence; 0 until the choice joins
     is_over: bool = False
-    is_queued: bool = False  # True while it waits to join, or to join again
+    is_queued: bool = False  # True while the choice waits to join, or to join again
     is_held: bool = False  # True: in the batch, and parked or about to be parked after prefill
-    tokens: int = 0
+    tokens: int = 0  # tokens of the answer so far
     length: int = 0  # tokens, of prompt and answer, for which memory is reserved
     preemptions: int = 0
-    rotated_at: int = 0  # value of `tokens` when it last began or resumed decoding
-    stuck_since: float | None = None  # time since which it lacks memory that other models hold
-    # The time of its last change of stage: when it arrived, joined, or had its first token.
+    rotated_at: int = 0  # value of `tokens` when the choice last began or resumed decoding
+    stuck_since: float | None = None  # when it began to lack memory that only other models hold
+    # The time at which the current stage began: the choice arrived, joined, or had its first token.
     since: float = field(default_factory=clock.now)
 
     @property
@@ -53,8 +53,8 @@ class Choice:
     @property
     def counts_prompt(self) -> bool:
         """Return True if the choice's prompt counts towards the usage."""
-        # All choices of a job share one prompt, which counts once. The steps that score a
-        # question's labels share one prompt too.
+        # All choices of a job share one prompt, which counts once, with the first choice. The steps
+        # that score a question's labels share one prompt too.
         step = self.params.step
         return self.index == 0 if step is None else step.is_first
 
@@ -65,7 +65,7 @@ class Choice:
 
     @property
     def image_tokens(self) -> int:
-        """Return the tokens of its prompt that stand for images."""
+        """Return the number of the prompt's tokens that stand for images."""
         return sum(image.tokens for image in self.params.images)
 
     @property
@@ -80,7 +80,9 @@ class Choice:
 
     @property
     def will_decode(self) -> bool:
-        """Return True if the choice needs decode steps: prefill itself yields the first token."""
+        """Return True if the choice needs decode steps, because it may have more than the one token
+        that prefill yields.
+        """
         return self.max_length - self.used > 1
 
     @property
@@ -89,7 +91,7 @@ class Choice:
         return self.length < min(self.max_length, self.used + MARGIN)
 
     def cap_at_memory(self) -> int:
-        """Limit the answer to the reserved memory; return the answer's most tokens."""
+        """Limit the answer to the tokens for which memory is reserved, and return their number."""
         limit = self.length - len(self.params.prompt)
         self.params = replace(self.params, max_tokens=limit)
         return limit
@@ -110,7 +112,7 @@ class Choice:
 
     @property
     def age(self) -> tuple[float, int]:
-        # Sorting by this puts the oldest first.
+        # Sorting choices by age puts the oldest first.
         return self.rank, self.index
 
     def join(self, sequence_id: int, turn: Turn) -> None:
@@ -125,7 +127,9 @@ class Choice:
         self.since = now
 
     def deliver(self, delta: Delta, model: str) -> None:
-        """Put a delta in the inbox, and count it for the choice's adapter, or else for `model`."""
+        """Put a delta in the inbox, and count it for the choice's adapter or, if it has none, for
+        `model`.
+        """
         if self.params.adapter is not None:
             model = self.params.adapter.model
         if delta.error is not None:
@@ -179,8 +183,8 @@ class DeltaReader:
     _held: dict[int, list[Delta]] = field(default_factory=lambda: defaultdict(list))
 
     def end_at_deadline(self) -> asyncio.TimerHandle:
-        """Make `next` raise DeadlineExceeded at the caller's deadline, unless the returned handle
-        is cancelled first.
+        """Start a timer that makes `next` raise DeadlineExceeded at the caller's deadline. Return
+        the timer, which can be cancelled.
         """
         # One timer serves the whole answer: a timer per token would cost as much as sending it.
         caller, loop = self.job.caller, asyncio.get_running_loop()
@@ -198,7 +202,8 @@ class DeltaReader:
             return await self._read_whole(delta)
 
     async def _read_whole(self, delta: Delta) -> Sequence[Delta]:
-        """Hold back an answer's text until its end, then return all parts parsed from it.
+        """Return a delta without text until the answer ends; then return the parts that are parsed
+        from the whole text.
 
         The parser uses patterns from the checkpoint, which may be slow or hang, so it runs in
         another process. An answer that was cut has no calls.
@@ -214,8 +219,8 @@ class DeltaReader:
             self.warn_once(problem[0], why=problem[1])
         if any(part.call is not None for part in parts):
             end = "tool_calls"
-        # Logprobs are returned only if the whole answer is content: it's unknown which of them
-        # belong to thoughts or calls.
+        # If the answer has thoughts or calls, no logprobs are returned: it is unknown which of them
+        # belong to its content.
         is_text = all(part.call is None and not part.reasoning for part in parts)
         logprobs = [each for delta in held for each in delta.logprobs if is_text]
         return (*parts, replace(delta, text="", logprobs=logprobs, finish_reason=end))
@@ -228,8 +233,8 @@ def lay_out(
     parking: Collection[Choice] = (),
     resuming: Collection[Choice] = (),
 ) -> Layout:
-    """Return the memory layout of sequences, as it would be with these `lengths`, and after parking
-    and resuming the given sequences.
+    """Return the memory layout that sequences would have, if those in `lengths` had these lengths
+    and those in `parking` and `resuming` were parked and resumed.
     """
     batched: list[int] = []
     single: list[int] = []

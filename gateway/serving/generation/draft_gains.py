@@ -1,9 +1,9 @@
 """Measures whether speculative decoding is faster on this device than decoding without drafts.
 
-A draft costs a wider pass, or a pass of a draft model, and rejected tokens are wasted. How much a
-pass of several tokens costs depends on the device and model, so it is measured. A drafter's gain is
-the time that its tokens would have taken without drafts, divided by the time of all steps that made
-or verified its drafts. The time without drafts is measured in steps in which no drafter may draft.
+A draft costs a wider pass or passes of a draft model, in vain for tokens that are rejected. How
+much such a pass costs depends on the device and the model, so it is measured. A drafter's gain is
+the time that its accepted tokens would have taken without drafts, divided by the time of all steps
+that made or verified its drafts. For the time without drafts, some steps let no drafter draft.
 """
 
 from collections import deque
@@ -14,10 +14,10 @@ from typing import Final
 
 from gateway.jobs.steps import DRAFTERS, Drafter, StepResult
 
-WINDOW: Final = 32  # passes with a drafter's drafts, after which its gain is computed
+WINDOW: Final = 32  # passes with a drafter's drafts after which the drafter's gain is computed
 BASELINES: Final = 5  # timed steps without drafts, for each number of rows
 STALE: Final = 512  # steps after which the time without drafts is measured again
-SHORTEST_PAUSE: Final = 512  # steps; doubled each time that the drafter loses again
+SHORTEST_PAUSE: Final = 512  # steps for which a slow drafter pauses; doubled each time in a row
 LONGEST_PAUSE: Final = 1 << 15
 
 
@@ -37,7 +37,7 @@ class _Source:
     spent_s: float = 0.0  # seconds of the steps that made or verified its drafts
     worth_s: float = 0.0  # seconds that the same tokens would have taken without drafts
     passes: int = 0
-    paused: int = 0  # remaining steps of its pause
+    paused: int = 0  # remaining steps of the drafter's current pause
     pause: int = SHORTEST_PAUSE  # length of the next pause, in steps
 
 
@@ -66,7 +66,9 @@ class DraftGains:
         return allowed
 
     def note(self, result: StepResult, seconds: float) -> tuple[Drafter, float] | None:
-        """Record a step. Return a drafter and its gain, a ratio of times, each WINDOW passes."""
+        """Record a step. After WINDOW passes with a drafter's drafts, return the drafter and its
+        gain, which is a ratio of times.
+        """
         size = result.size
         if not size.rows:
             return None

@@ -17,17 +17,17 @@ async def generate_many(
 ) -> AsyncGenerator[Usage | Delta, None]:
     """Run the jobs, JOBS_AT_ONCE at a time, and yield the usage of each job and all their deltas.
 
-    Choices are numbered across jobs. Only the first job raises Overloaded; the others wait for a
-    place. The first error ends all jobs, and so does closing the generator.
+    Choices are numbered across jobs. Only the first job raises Overloaded if the queue is full; the
+    other jobs wait for a place. The first error ends all jobs, and so does closing the generator.
     """
     outputs: asyncio.Queue[Usage | Delta | asyncio.Task[None]] = asyncio.Queue()
     queue = iter(enumerate(jobs))
     slots = min(JOBS_AT_ONCE, len(jobs))
     untried = set(range(slots))
-    # Set once each of the first jobs has been queued or has found the queue full: nothing is
-    # yielded before.
+    # Set once each of the jobs that begin at once has been queued or has found the queue full.
+    # Nothing is yielded before that.
     all_tried = asyncio.Event()
-    # Set once the first job is queued. The others try after that, and wait until the deadline.
+    # Set once the first job is queued. Only then do the other jobs try to be queued.
     first_admitted = asyncio.Event()
 
     def note_try(number: int) -> None:
@@ -40,7 +40,7 @@ async def generate_many(
             on_full = None
             if number > 0:
                 await first_admitted.wait()
-                # Running jobs must not wait for a job that found the queue full.
+                # A job that finds the queue full counts as tried: other jobs must not wait for it.
                 on_full = partial(note_try, number)
             async with (
                 batcher.generate(job, on_full) as generation,
@@ -75,7 +75,7 @@ async def generate_many(
 async def score_labels(
     batcher: ChatBatcher, jobs: Sequence[GenerateJob]
 ) -> tuple[Sequence[Sequence[float]], Usage]:
-    """Return the logprobs of each question's labels, and the usage, which counts all prompts.
+    """Return the logprobs of each question's labels, and the usage of all jobs together.
 
     Questions are numbered across jobs. Raises the errors of `generate_many`.
     """

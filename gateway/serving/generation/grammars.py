@@ -16,14 +16,14 @@ from gateway.jobs.chat import Grammar
 T = TypeVar("T")
 
 ERRORS_LAST_S = 60.0  # seconds for which a grammar's error is cached
-WAITS = 15  # a request waits up to this many times `timeout_s`, which is processor time
+WAITS = 15  # a request waits for its grammar up to this many times `timeout_s`
 WAITS_BEHIND = 5  # a grammar waits for other grammars up to this many times `timeout_s`
 AGAIN_S = 2.0
 
 
 @dataclass(slots=True)
 class _Entry(Generic[T]):
-    """The task that compiles a grammar and holds its result or error, and the time of a failure."""
+    """The task that compiles a grammar, which keeps the result or error; when the task failed."""
 
     task: "asyncio.Task[T]"
     failed_at: float | None = None
@@ -32,7 +32,7 @@ class _Entry(Generic[T]):
 class GrammarCache(Generic[T]):
     """A cache of at most `size` compiled grammars, which evicts the least recently used first.
 
-    Callers with equal grammars wait for one compilation, which continues if they leave.
+    Callers with equal grammars wait for one compilation, which continues even if all leave.
     """
 
     def __init__(
@@ -61,9 +61,9 @@ class GrammarCache(Generic[T]):
     async def get(self, grammar: Grammar) -> T:
         """Return the compiled grammar.
 
-        Raises BadRequest if it cannot be compiled or takes too long, Overloaded if it had to wait
-        too long for other grammars, and Unavailable if it is still being compiled after a while. A
-        caller that retries waits for the same compilation.
+        Raises BadRequest if it cannot be compiled or takes over `timeout_s` of processor time,
+        Overloaded if it had to wait too long for other grammars, and Unavailable if it is still
+        being compiled after WAITS times `timeout_s`. A retry waits for the same compilation.
         """
         entry = self._entries.get(grammar)
         if entry is not None and self._is_stale(entry):

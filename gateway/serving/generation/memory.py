@@ -14,40 +14,40 @@ from gateway.errors import PromptTooLarge
 from gateway.jobs.steps import KvCost, SequenceParams
 from gateway.serving.budget import Budget, PrefixShare
 
-KV_STEP = 256  # tokens by which KV caches grow, so up to this many are allocated and unused
-SPARE_ROWS = 8  # rows of a batch per spare row that is allocated for its KV
+KV_STEP = 256  # tokens by which KV caches grow: up to this many are allocated but unused
+SPARE_ROWS = 8  # the KV of a batch has one spare row per this many rows
 GROWTH = 256  # tokens by which a sequence's reservation grows while memory is free
-MARGIN = 32  # tokens: more than one turn can decode, with the pass launched ahead
-PREFIX_ROW = 32 * 1024  # tokens of a sequence for which prefix caches always leave memory
-LONGEST = 1 << 24  # tokens, beyond every model's context
+MARGIN = 32  # tokens: more than a turn can decode, with the pass that it launches ahead
+PREFIX_ROW = 32 * 1024  # tokens of the sequence for which prefix caches always leave memory
+LONGEST = 1 << 24  # tokens, more than any model's context
 
 
 @dataclass(frozen=True, slots=True)
 class RowCosts:
-    """The bytes that sequences take, and the bounds of their memory."""
+    """The facts from which a sequence's bytes are computed, and the bounds of the memory."""
 
     kv: KvCost = field(default_factory=KvCost)
-    included: int = 0  # bytes of KV that the model's own share of the budget includes
+    included: int = 0  # bytes of KV that the share for the model's weights includes
     # Returns the bytes that would be available if all other evictable models were evicted.
     most: Callable[[], int] = lambda: 0
-    largest: int | None = None  # most bytes of one buffer; None for no bound
+    largest: int | None = None  # most bytes of one buffer on the device; None for no bound
     answer_tokens: int = 256  # tokens of an answer for which a joining sequence reserves memory
     chunk_tokens: int = 0  # most tokens of a prefill chunk
     max_context: int = LONGEST
-    image_token: int = 0  # bytes of a token of an image, beside its KV
+    image_token: int = 0  # bytes that an image's token takes besides its KV
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The lengths, in tokens, of sequences that share one KV cache, and of those that do not."""
+    """The lengths, in tokens, of the sequences that share one KV cache, and of all others."""
 
-    # Sequences that decode, or will after prefill. Their KV is a rectangle: their number times the
-    # longest length. One long sequence among seven short ones was measured to take 14 times the
-    # memory.
+    # Sequences that decode, or will after prefill. The KV cache that they share is a rectangle:
+    # their number times the longest length. With one long sequence among seven short ones, it was
+    # measured to take 14 times the memory.
     batched: Sequence[int] = ()
     # Sequences with separate caches: parked ones, and those whose answer is one token.
     single: Sequence[int] = ()
-    image_tokens: int = 0  # tokens of images in all of them
+    image_tokens: int = 0  # tokens of images in all sequences together
 
     def __bool__(self) -> bool:
         return bool(self.batched or self.single)
@@ -61,8 +61,8 @@ class Layout:
         longest = max(self.batched, default=0)
         slots = len(self.batched) + len(self.batched) // SPARE_ROWS
         rectangle = slots * kv.of(longest + KV_STEP, chunk) if longest else 0
-        # The draft model has KV for up to `kv.draft.rows` sequences. They may be any sequences,
-        # even those with a single token left.
+        # The draft model has KV for up to `kv.draft.rows` sequences, of whatever kind: even for
+        # sequences that have a single token left.
         drafted = min(kv.draft.rows, slots + len(self.single))
         drafts = kv.draft.token * (drafted * (max(longest, *self.single, 0) + KV_STEP) + chunk)
         single = sum(kv.of(length + KV_STEP, chunk) for length in self.single)
@@ -70,8 +70,8 @@ class Layout:
         return rectangle + drafts + drafted * kv.draft.states + single + kv.of(chunk) + images
 
     def has_buffers(self, costs: RowCosts) -> bool:
-        """Return True if no buffer exceeds the device's largest possible buffer."""
-        # The largest buffer has the keys, or values, of one layer for all sequences of a batch.
+        """Return True if no buffer exceeds the largest one that the device can have."""
+        # A layout's largest buffer has the keys, or the values, of one layer for a whole batch.
         if costs.largest is None:
             return True
         slots = len(self.batched) + len(self.batched) // SPARE_ROWS
@@ -82,8 +82,8 @@ class Layout:
 
 
 def longest_chunk(chunk_tokens: int) -> int:
-    """Return the most tokens of a prefill chunk, if prompts are split into `chunk_tokens`."""
-    # The rest of a prompt is added to the chunk before it if it is at most a quarter of a chunk.
+    """Return the most tokens of a prefill chunk if prompts are split into `chunk_tokens`."""
+    # When the rest of a prompt is at most a quarter of a chunk, it is added to the chunk before it.
     return chunk_tokens + chunk_tokens // 4
 
 
@@ -96,12 +96,12 @@ class RowMemory:
         self._budget = budget
         self._costs = costs
         self._share = budget.share()
-        # The prefix pool, which is freed when sequences or models need memory.
+        # The model's prefix pool, which is freed when sequences or models need memory.
         self.prefixes = prefixes or PrefixShare(budget, budget.limit_bytes)
 
     @property
     def must_shrink_prefixes(self) -> bool:
-        """Return True if the prefix pool has to free memory that others need."""
+        """Return True if the prefix pool has to free memory for models or sequences."""
         return bool(self._costs.kv) and self.prefixes.excess_bytes > 0
 
     def note_prefixes(self, nbytes: int) -> None:
@@ -110,9 +110,9 @@ class RowMemory:
             self.prefixes.note(nbytes)
 
     def limit_prefixes(self) -> int | None:
-        """Set the limit of the prefix pool's bytes for the next step, and return it.
+        """Set the limit of the prefix pool's bytes for the next step, and return the limit.
 
-        None if the model's KV is not counted.
+        Return None if the model's KV is not counted.
         """
         if not self._costs.kv:
             return None
@@ -126,9 +126,11 @@ class RowMemory:
         self._costs = replace(self._costs, chunk_tokens=chunk_tokens)
 
     def check(self, model: str, params: SequenceParams) -> None:
-        """Raise PromptTooLarge if there is no memory for the prompt and one token, even alone."""
+        """Raise PromptTooLarge if there is no memory for the prompt and one token, even while no
+        other sequence runs.
+        """
         longest = self.longest
-        # `max_tokens` is ignored, since few answers get that long.
+        # Memory for `max_tokens` is not required, since few answers get that long.
         if longest <= len(params.prompt):
             raise PromptTooLarge(model, len(params.prompt), max(0, longest - 1))
 
@@ -146,16 +148,16 @@ class RowMemory:
         return bisect_left(range(1, LONGEST), True, key=exceeds)
 
     def grant_length(self, used: int, max_length: int, preemptions: int) -> int:
-        """Return the tokens to reserve memory for when a sequence joins. It has `used` tokens, and
-        at most `max_length` later.
+        """Return the number of tokens to reserve memory for when a sequence joins, which has `used`
+        tokens now and at most `max_length` at its end.
         """
-        # Each preemption doubles the room for the answer, so that preemptions get rare.
+        # Each preemption of a sequence doubles its room for the answer, so that it gets rare.
         usual = used + (self._costs.answer_tokens << preemptions)
         return min(max_length, max(used + 1, min(usual, self.longest)))
 
     def fits(self, layout: Layout, *, has_grown: bool = False) -> bool:
-        """Return True if there is memory for the model's sequences in this layout, once its prefix
-        pool is freed. `has_grown`: the sequences are running already.
+        """Return True if there is memory for the model's sequences in this layout, once the model's
+        prefix pool is freed. `has_grown` means that the sequences are running already.
         """
         available = self._budget.spare_bytes
         if has_grown:
@@ -171,8 +173,9 @@ class RowMemory:
             self._share.resize(max(0, layout.nbytes(self._costs) - self._costs.included))
 
     def make_room(self, layout: Layout, *, is_pressing: bool) -> None:
-        """Have other prefix pools free the missing bytes. If they hold none, evict idle models, if
-        that is enough. `is_pressing`: no sequence runs whose end would free memory.
+        """Free the bytes that this layout lacks: ask other prefix pools for them or, if these are
+        empty, evict idle models. None are evicted if that is not enough. `is_pressing` means that
+        no sequence is running whose end would free memory.
         """
         # No model is evicted for sequences while another model waits for bytes.
         free = self._budget.free_bytes
@@ -185,7 +188,7 @@ class RowMemory:
     @contextlib.contextmanager
     def watch(self, on_change: Callable[[], None]) -> Iterator[None]:
         """While entered, call `on_change` whenever there may be memory for waiting sequences, or
-        prefix pools have to free bytes.
+        whenever prefix pools have to free bytes.
         """
         self._budget.listen(on_change)
         try:
@@ -198,8 +201,8 @@ class RowMemory:
         self._share.release()
 
     def _missing_bytes(self, layout: Layout, available: int) -> int:
-        """Return the bytes that the model's sequences lack in this layout: those needed beyond the
-        reserved bytes, `available` and the model's prefix pool.
+        """Return the bytes that the model's sequences lack in this layout: the needed bytes less
+        the reserved ones, `available` and the model's prefix pool.
         """
         if not self._costs.kv:
             return 0

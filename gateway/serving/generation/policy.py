@@ -1,6 +1,6 @@
-"""Decides which sequences join, take turns, grow and are preempted; the limits of that.
+"""Decides which sequences join, take turns, grow and are preempted, within GenerationLimits.
 
-The decisions change nothing: the scheduler carries them out.
+A decision changes no sequence: the scheduler carries it out.
 """
 
 from collections import Counter
@@ -13,14 +13,14 @@ from gateway.serving.generation.memory import GROWTH, MARGIN, Layout, RowMemory
 from gateway.serving.generation.queue import Joins, WaitingQueue
 from gateway.serving.generation.widths import RUN, StepTimes, Width, choose_width
 
-MAX_PREEMPTIONS = 2  # after this many preemptions a sequence isn't preempted again if others can be
+MAX_PREEMPTIONS = 2  # a sequence isn't preempted more often than this while others can be instead
 QUANTUM = 64  # tokens that a sequence with a grammar decodes before another resumes in its place
-ANSWERS_SHARE = 0.25  # share of places that sequences which only score labels may not take
+ANSWERS_SHARE = 0.25  # share of places kept for answers: sequences that score labels take the rest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationLimits:
-    """The limits of the batch, of a prefill pass and of the queue."""
+    """The limits of a chat model's batch, of its prefill passes and of its queue."""
 
     max_batch_size: int
     structured_rows: int = 1  # sequences with a grammar that decode at once
@@ -29,7 +29,7 @@ class GenerationLimits:
     queue_limit: int = NO_BOUND
     queue_max_tokens: int = NO_BOUND
     tier_head_start_s: float = 5.0  # seconds that a priority request is ranked ahead of its arrival
-    memory_wait_s: float = 20.0  # longest wait for memory that only other models hold
+    memory_wait_s: float = 20.0  # longest wait of a sequence for memory that only other models hold
 
 
 def prefill_goes_first(soon: int, decoding: int, waited_s: float, bound_s: float) -> bool:
@@ -44,14 +44,14 @@ def prefill_goes_first(soon: int, decoding: int, waited_s: float, bound_s: float
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The state on which decisions are based: the sequences of a batch, and its limits."""
+    """The state on which decisions are based: the sequences in the batch, and the limits."""
 
     limits: GenerationLimits
     memory: RowMemory
     choices: Sequence[Choice]
     held: Sequence[Choice] = ()  # held sequences, in the order in which they will resume
     reading: frozenset[int] = frozenset()  # ids of the sequences in prefill
-    bearable: int | None = None  # most sequences in the batch after the device ran out of memory
+    bearable: int | None = None  # most sequences in the batch since the device ran out of memory
     step_s: StepTimes = ()
 
     @property
@@ -71,7 +71,7 @@ class Batch:
 
     @property
     def free_places(self) -> int:
-        # Held sequences with a grammar do not count: they have separate places.
+        # Held sequences with a grammar take no place here, because they have separate places.
         taken = [
             choice for choice in self.choices if not (choice.is_held and choice.is_constrained)
         ]
@@ -92,7 +92,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Joiner:
-    """A sequence that joins, the tokens to reserve for it, and whether it is held at first."""
+    """A sequence that joins, the tokens to reserve memory for, and whether it is held at first."""
 
     choice: Choice
     length: int
@@ -109,13 +109,13 @@ class Joiner:
 
 
 class Joining:
-    """The decision which waiting sequences join a batch, within its places and memory."""
+    """Decides which waiting sequences join a batch, within its places and memory."""
 
     def __init__(self, batch: Batch, waiting: WaitingQueue) -> None:
         limits = batch.limits
         self.joiners: list[Joiner] = []
-        self.blocked: Joiner | None = None  # the first sequence that lacks only memory to join
-        # A sequence that will fit once other sequences of this model have ended.
+        self.blocked: Joiner | None = None  # the first sequence that lacks nothing but memory
+        # A sequence for which there is memory once other sequences of this model have ended.
         self.waits_for_rows: Choice | None = None
         self.stuck: list[Choice] = []  # sequences that lack memory which only other models hold
         self._batch = batch
@@ -142,7 +142,7 @@ class Joining:
         places = self._held_places if is_held else self._places
         if min(self._room, places) <= 0 or not self._can_finish(choice):
             return Joins.LATER
-        if choice.params.max_tokens > 1:  # it decodes
+        if choice.params.max_tokens > 1:  # the sequence will decode
             joined = [*self._batch.choices, *(joiner.choice for joiner in self.joiners), choice]
             is_held = is_held or self._batch.width_of(joined).alternates
             if is_held and choice.is_constrained and self._held_places <= 0:
@@ -169,8 +169,8 @@ class Joining:
             self._free_constrained -= joiner.choice.is_constrained
 
     def _can_finish(self, choice: Choice) -> bool:
-        """Return True if the sequence may still be preempted, or if there is memory for it to run
-        to its end beside the other sequences that may not be preempted.
+        """Return True if the sequence may be preempted again, or if there is memory for it to run
+        to its end together with all other sequences that may not be preempted again.
         """
         if choice.preemptions < MAX_PREEMPTIONS:
             return True
@@ -186,14 +186,14 @@ class Rotation:
 
     parking: list[Choice] = field(default_factory=list)
     resuming: list[Choice] = field(default_factory=list)
-    is_blocked: bool = False  # True: a held sequence lacks only memory, so no new one may join
+    is_blocked: bool = False  # True: no new sequence may join, as a held one lacks only memory
 
 
 def choose_rotation(batch: Batch) -> Rotation:
     """Choose which sequences are parked and which resume.
 
-    Sequences with a grammar take turns of QUANTUM tokens. While only some sequences should decode
-    together, all sequences take turns of RUN tokens.
+    Sequences with a grammar take turns of QUANTUM tokens. While it is faster that only some of all
+    sequences decode together, all take turns of RUN tokens.
     """
     rotation, width, limits = Rotation(), batch.width, batch.limits
     ready = [choice for choice in batch.held if choice.id not in batch.reading]
@@ -203,8 +203,8 @@ def choose_rotation(batch: Batch) -> Rotation:
     running = sorted(batch.decoding, key=lambda choice: -choice.run)
     spent = [choice for choice in running if choice.is_constrained and choice.run >= QUANTUM]
     if width.alternates:
-        # All are parked together once each has decoded RUN tokens: parking copies the KV of the
-        # whole batch.
+        # Parking copies the KV of the whole batch, so the running sequences are parked together,
+        # once each has decoded RUN tokens.
         spent = running if running and running[-1].run >= RUN else []
         excess = max(0, len(running) - width.rows)
         free = max(0, width.rows - len(running))
@@ -219,7 +219,7 @@ def choose_rotation(batch: Batch) -> Rotation:
             continue
         stopped = [] if is_free else stopping[:1]
         parking, resuming = [*rotation.parking, *stopped], [*rotation.resuming, choice]
-        # A held sequence has its memory already, so it can always resume if no other runs.
+        # A held sequence has its memory already, so it can always resume while no other runs.
         is_alone = not batch.active and not rotation.resuming
         layout = lay_out(batch.choices, parking=parking, resuming=resuming)
         if not is_alone and not batch.memory.fits(layout, has_grown=True):
@@ -234,19 +234,19 @@ def choose_rotation(batch: Batch) -> Rotation:
 
 @dataclass(slots=True)
 class Growth:
-    """The growth of running sequences: the tokens to reserve for each, and who gives way."""
+    """The planned growth of running sequences, and the sequences that are preempted for it."""
 
-    lengths: dict[Choice, int] = field(default_factory=dict)
+    lengths: dict[Choice, int] = field(default_factory=dict)  # tokens to reserve memory for
     preempting: list[Choice] = field(default_factory=list)
-    capped: Choice | None = None  # a sequence that is alone and cannot grow: it ends early
+    capped: Choice | None = None  # a sequence that runs alone and cannot grow, so it ends early
     room: Layout | None = None  # the layout for which idle models should be evicted
 
 
 def plan_growth(batch: Batch) -> Growth:
-    """Plan memory for sequences before they need it, the oldest first.
+    """Plan to reserve memory for sequences that will soon need more, the oldest first.
 
-    If there is none, the youngest sequences are preempted. A sequence that is alone ends at the
-    length it has reserved.
+    If memory is missing, the youngest sequences are preempted. A sequence that runs alone ends at
+    the length for which it has memory.
     """
     growth, choices, memory = Growth(), list(batch.choices), batch.memory
 
@@ -274,7 +274,9 @@ def plan_growth(batch: Batch) -> Growth:
 
 
 def choose_youngest(choices: Sequence[Choice]) -> Choice:
-    """Choose the sequence to preempt: of those allowed, the youngest held, else the youngest."""
+    """Choose the sequence to preempt, if possible one that may be preempted: the youngest held
+    sequence or, if none is held, the youngest.
+    """
     preemptible = [choice for choice in choices if choice.preemptions < MAX_PREEMPTIONS]
-    # It can happen that none is preemptible: other models took memory that was free before.
+    # If other models have taken memory that was free before, there may be no preemptible sequence.
     return max(preemptible or choices, key=lambda choice: (choice.is_held, *choice.age))

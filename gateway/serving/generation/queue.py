@@ -17,9 +17,9 @@ from gateway.serving.generation.choice import Choice
 
 
 def rank(arrived: float, tier: Tier, head_start_s: float) -> float:
-    """Return a request's rank in the queue: lower ranks go first."""
-    # A priority request counts as if it had arrived `head_start_s` earlier, and a flex request as
-    # if later, so requests wait for those of a higher tier for a bounded time.
+    """Return a request's rank in the queue. Requests with lower ranks go first."""
+    # A priority request is ranked as if it had arrived `head_start_s` earlier, and a flex request
+    # as if it had arrived later, so nobody waits for requests of higher tiers without end.
     return arrived + {Tier.PRIORITY: -head_start_s, Tier.FLEX: head_start_s}.get(tier, 0.0)
 
 
@@ -47,8 +47,8 @@ class JobQueue:
     ) -> AsyncIterator[None]:
         """Hold a place for a job while entered.
 
-        If the queue is full, raises Overloaded. If `on_full` is given, calls it instead, and waits
-        for a place until the caller's deadline.
+        Raises Overloaded if the queue is full. With `on_full`, that is called instead, and the job
+        waits for a place until the caller's deadline.
         """
         with contextlib.ExitStack() as stack:
             while True:
@@ -90,15 +90,15 @@ class JobQueue:
 
 
 class Joins(Enum):
-    """The decision about a waiting sequence."""
+    """The decision whether a waiting sequence joins the batch."""
 
     NOW = auto()
-    LATER = auto()  # skip its request, and go on with other requests
-    NONE = auto()  # it doesn't join, and no sequence may overtake it
+    LATER = auto()  # the sequence doesn't join; sequences of other requests may overtake it
+    NONE = auto()  # the sequence doesn't join, and no sequence may overtake it
 
 
 class WaitingQueue:
-    """The waiting sequences: preempted ones first, by rank, then one of each request in turn."""
+    """The waiting sequences. Preempted ones are first, by rank; then requests take turns."""
 
     def __init__(self) -> None:
         self._preempted: list[Choice] = []
@@ -123,7 +123,7 @@ class WaitingQueue:
         bisect.insort(self._preempted, choice, key=lambda choice: choice.rank)
 
     def remove(self, choices: Iterable[Choice]) -> None:
-        """Remove sequences that join or are over."""
+        """Remove sequences that now join or are over."""
         for choice in choices:
             choice.is_queued = False
             if choice.id:
@@ -137,15 +137,15 @@ class WaitingQueue:
     def offer(self, running: Mapping[str, int], decide: Callable[[Choice], Joins]) -> None:
         """Call `decide` for the waiting sequences in order, until it returns NONE.
 
-        The caller then removes those that join. `running` is the number of sequences that each
-        request has in the batch.
+        The caller must then remove the sequences that join. `running` has, for each request, the
+        number of its sequences in the batch.
         """
         for choice in self._preempted:
             if decide(choice) is Joins.NONE:
                 return
         # The request with the fewest sequences in the batch is next; among equals, the one with the
-        # lowest rank. So a request with a thousand sequences doesn't delay other requests, and they
-        # don't keep it from running at least one sequence.
+        # lowest rank. So a request with a thousand sequences doesn't delay other requests, but
+        # always runs at least one sequence.
         turns = [
             (running.get(request, 0), next(iter(choices)).rank, number, iter(choices))
             for number, (request, choices) in enumerate(self._requests.items())

@@ -1,4 +1,4 @@
-"""Schedules a chat model's sequences: decides in each turn which of them join, decode, are parked,
+"""Schedules a chat model's sequences: plans for each turn which of them join, decode, are parked,
 are preempted and leave.
 """
 
@@ -29,16 +29,16 @@ log = logs.get("generation")
 
 # While no other model needs the device, a prefill pass may be longer, so that several short prompts
 # share it: on a CPU, eight prompts of 50 tokens take only four times as long as one.
-ALONE_S = 10.0  # seconds without another model's turn after which passes may be longer
-ALONE_LIMIT = 4  # factor by which a pass may then exceed its time limit
-ALONE_WITH = ("load", "tidy")  # kinds of turns that don't count, as no answer waits for them
-STEPS_PER_TURN = 16  # decode steps in one call, since a hop to the lane's thread costs 0.1 ms
+ALONE_S = 10.0  # seconds without another model's turn after which a prefill pass may be longer
+ALONE_LIMIT = 4  # factor by which such a pass may exceed the time limit of a pass
+ALONE_WITH = ("load", "tidy")  # kinds of turns that don't count here: no answer waits for them
+STEPS_PER_TURN = 16  # decode steps in one call, since each call of the lane's thread costs 0.1 ms
 POLL_S = 0.25  # seconds between checks whether a model has been idle long enough to be evicted
 
 
 @dataclass
 class PlanChanges:
-    """The changes to make before a turn's first pass, while they are decided: StepPlan's fields."""
+    """The changes to make before a turn's first pass, which become the fields of a StepPlan."""
 
     leaving: list[int] = field(default_factory=list)
     preempting: list[int] = field(default_factory=list)
@@ -52,17 +52,17 @@ class Scheduler:
     """One model's sequences and the memory of their KV. All methods run on the event loop."""
 
     # Sequences in the batch are active or held. A held sequence is parked, or will be after its
-    # prefill. There are two reasons: only a few sequences with a grammar decode at once, and on
-    # some devices a step of all sequences is slower than several steps of fewer. Held and active
-    # sequences take turns of QUANTUM or RUN tokens, so that a short answer need not wait for the
-    # end of long ones: nobody knows beforehand which answers are short.
+    # prefill. Sequences are held for two reasons: only a few sequences with a grammar decode at
+    # once, and on some devices a step of all sequences is slower than several steps of fewer. Held
+    # and active sequences take turns of QUANTUM or RUN tokens, so that a short answer need not wait
+    # for the end of long ones: nobody knows beforehand which answers are short.
     def __init__(self, model: str, limits: GenerationLimits, memory: RowMemory) -> None:
         self.memory = memory
         self.limits = limits
-        self.bearable: int | None = None  # most sequences in the batch after memory ran out
-        self.leaving: list[int] = []
+        self.bearable: int | None = None  # most sequences in the batch since memory ran out
+        self.leaving: list[int] = []  # ids of sequences that the engine has to drop
         self.step_s: StepTimes = ()  # the model's measured step times
-        self.most_steps = STEPS_PER_TURN  # most decode steps of the turn
+        self.most_steps = STEPS_PER_TURN  # most decode steps of the current turn
         self._has_alternated = False
         self._model = model
         self._last_id = 0
@@ -70,10 +70,10 @@ class Scheduler:
         self._batch: dict[int, Choice] = {}
         self._held: deque[Choice] = deque()  # held sequences, the next to resume first
         self._reading: frozenset[int] = frozenset()  # ids of the sequences in prefill
-        self._ending: dict[int, Choice] = {}  # preempted sequences that will end as they are
+        self._ending: dict[int, Choice] = {}  # preempted sequences that end with their tokens
         self._blocked: Joiner | None = None  # the sequence that lacked memory at the last try
-        self._stuck: Sequence[Choice] = ()  # sequences that lack memory which only others hold
-        metrics.of(metrics.PREEMPTIONS, model)  # the series starts at 0, so a rate sees the first
+        self._stuck: Sequence[Choice] = ()  # sequences that need memory which other models hold
+        metrics.of(metrics.PREEMPTIONS, model)  # the series starts at 0: rates see the first event
 
     @property
     def batch(self) -> Batch:
@@ -129,12 +129,12 @@ class Scheduler:
 
     @property
     def may_join(self) -> bool:
-        """Return True if a sequence can join now, or if the prefix cache has to shrink."""
+        """Return True if a turn can let a sequence join, or has to shrink the prefix cache."""
         return self.memory.must_shrink_prefixes or bool(Joining(self.batch, self._waiting).joiners)
 
     @property
     def must_move(self) -> bool:
-        """Return True if sequences have to leave, end or resume, even if none decodes."""
+        """Return True if a turn is needed even if no sequence decodes: to leave, end or resume."""
         return bool(self.leaving or self._ending or choose_rotation(self.batch).resuming)
 
     def get(self, sequence_id: int) -> Choice | None:
@@ -159,7 +159,8 @@ class Scheduler:
     def shed(self) -> None:
         """Limit the batch to half of its sequences, after the device ran out of memory.
 
-        The rest are preempted. Each sequence that leaves raises the limit by one.
+        The other half is preempted in the next turn. Each sequence that ends or leaves raises the
+        limit by one.
         """
         self.bearable = max(1, len(self._batch) // 2)
 
@@ -180,7 +181,7 @@ class Scheduler:
         return bool(self.leaving)
 
     def end_running(self, error: GatewayError) -> None:
-        """End all sequences that the engine knows with an error."""
+        """End with an error all sequences that the engine knows, preempted ones included."""
         preempted = [choice for choice in self._waiting if choice.id]
         joined = [*self._batch.values(), *self._ending.values(), *preempted]
         for choice in joined:
@@ -219,8 +220,8 @@ class Scheduler:
         self._waiting = WaitingQueue()
 
     def look_for_memory(self) -> float | None:
-        """Record which sequences lack memory. Return the time, on the loop's clock, of the next
-        check for memory or for stuck sequences to end; None if no sequence lacks memory.
+        """Record which sequences lack memory. Return the time, on the loop's clock, at which to
+        check for memory and end stuck sequences; None if no sequence lacks memory.
         """
         self._choose_joining()
         if not self.is_short_of_memory:
@@ -235,9 +236,10 @@ class Scheduler:
             self.memory.make_room(self._blocked.lay_out(choices), is_pressing=not choices)
 
     def schedule(self, turn: Turn, *, may_join: bool) -> StepPlan:
-        """Plan and record the changes before a turn's first pass. Call it while the lane is held.
+        """Return the plan of a turn's first pass, and record the planned changes as made. Call it
+        while the lane is held.
 
-        Afterwards memory is reserved for all steps of the turn, and for the pass launched ahead.
+        Memory is reserved for all steps of the turn, and for the pass that it launches ahead.
         """
         changes = PlanChanges(leaving=self.leaving)
         self.leaving = []
@@ -273,8 +275,8 @@ class Scheduler:
             self._held.remove(choice)
 
     def _bear_more(self) -> None:
-        """Raise the limit of sequences by one, since one has left. The limit is removed once the
-        batch is empty, or once it allows a full batch.
+        """Raise the limit of sequences by one, since a sequence has left. The limit is removed once
+        the batch is empty, or once the limit allows a full batch.
         """
         if self.bearable is not None:
             self.bearable += 1
@@ -319,12 +321,14 @@ class Scheduler:
             self._held.remove(choice)
             self._batch[choice.id] = self._batch.pop(
                 choice.id
-            )  # now last: parked last among equals
+            )  # now the last in the batch, so it is parked last among equals
             choice.rotated_at = choice.tokens
             changes.resuming.append(choice.id)
 
     def _note_width(self) -> None:
-        """Limit the turn's steps to the rest of the current run, and report the gain of runs."""
+        """While sequences take turns in runs, limit this turn's steps to the rest of the run. Also
+        record the gain of runs in the metrics.
+        """
         batch, self.most_steps = self.batch, STEPS_PER_TURN
         rows, gain = width = batch.width
         metrics.of(metrics.WIDTH_GAIN, self._model).set(gain)
@@ -348,7 +352,7 @@ class Scheduler:
 
     def _preempt(self, choice: Choice, changes: PlanChanges) -> None:
         self._exit(choice)
-        for ids in (changes.parking, changes.resuming):  # undoes earlier decisions of this turn
+        for ids in (changes.parking, changes.resuming):  # earlier decisions of this turn are undone
             if choice.id in ids:
                 ids.remove(choice.id)
         changes.preempting.append(choice.id)
@@ -363,7 +367,7 @@ class Scheduler:
 
 
 class PrefillPace:
-    """The most tokens of a prefill pass: one pace beside other models' work, another alone."""
+    """The most tokens of a prefill pass, which may be longer while no other model has work."""
 
     def __init__(self, limits: GenerationLimits) -> None:
         self._pace = Pace(limits.pass_limit_s)
@@ -379,7 +383,7 @@ class PrefillPace:
 
     @property
     def tokens(self) -> int:
-        """Return the most tokens of the next pass beside other models' work."""
+        """Return the most tokens of the next pass while other models have work too."""
         return min(self._chunk_tokens, self._pace.tokens)
 
     def begin(self, turn: Turn, prompts: Sequence[int]) -> None:
@@ -389,8 +393,9 @@ class PrefillPace:
     def choose(self, *, is_decoding: bool) -> int:
         """Return the most tokens of the next pass.
 
-        While answers are decoding, a pass is longer only if it can prefill two whole prompts. A
-        single prompt, or parts of longer prompts, would only make those answers wait.
+        Without other models' work, a pass may be longer. But while answers are decoding, that is so
+        only if the pass can prefill two whole prompts: a single prompt, or parts of longer prompts,
+        would only make these answers wait.
         """
         if self._turn.seconds_alone(ALONE_WITH) < ALONE_S:
             return self.tokens
@@ -399,6 +404,6 @@ class PrefillPace:
         return longer if is_burst or not is_decoding else self.tokens
 
     def note(self, tokens: int, seconds: float) -> None:
-        """Adjust both paces to a pass of `tokens` padded tokens that took `seconds`."""
+        """Adjust the limits of passes, after a pass of `tokens` padded tokens took `seconds`."""
         for pace in (self._pace, self._pace_alone):
             pace.note(tokens, seconds)

@@ -1,8 +1,8 @@
 """Chooses how many sequences share a decode step, for the most tokens per second.
 
 On some devices a step of two rows takes longer than two steps of one row, so batching gains nothing
-there. Therefore steps of the loaded model are timed at several widths. If a narrower step gives
-more tokens per second than one of all rows, sequences take turns in short runs.
+there. Therefore steps of the loaded model are timed at several widths. If a step of fewer rows
+gives more tokens per second than a step of all rows, sequences take turns in short runs.
 """
 
 from bisect import bisect_left
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Final, NamedTuple, TypeAlias
 
-StepTimes: TypeAlias = tuple[float, ...]  # seconds of a decode step, for the first few of WIDTHS
+StepTimes: TypeAlias = tuple[float, ...]  # seconds of a decode step for each of the first WIDTHS
 
 WIDTHS: Final = (1, 2, 4, 8, 16)  # rows of the steps that are timed
 LEAST_GAIN: Final = 1.1  # below this gain all sequences decode together
@@ -30,10 +30,10 @@ class Width(NamedTuple):
 
 
 def next_width(step_s: StepTimes, most_rows: int, limit_s: float) -> int | None:
-    """Return the next width to time; None if there is none.
+    """Return the next width to time; None if no width is left.
 
-    Nothing is left to time if all widths are timed, the next one is over `most_rows`, or a step
-    took longer than `limit_s`. Two rows are timed even if a step of one row takes longer.
+    None is left once all widths are timed, the next width is over `most_rows`, or a step took
+    longer than `limit_s`. Two rows are timed even if a step of one row took longer than that.
     """
     known = len(step_s)
     if known >= len(WIDTHS) or WIDTHS[known] > most_rows:
@@ -46,7 +46,7 @@ def choose_width(step_s: StepTimes, rows: int) -> Width:
     """Choose how many of `rows` sequences decode together; all of them if no times are known."""
     if rows < 2 or not step_s:
         return Width(rows)
-    # Interpolated widths need no check: the best is always a measured one.
+    # Widths between the measured ones need no check: interpolation never makes them the best.
     rates = {
         width: width / seconds
         for width, seconds in zip(WIDTHS, step_s, strict=False)

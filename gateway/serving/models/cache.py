@@ -29,7 +29,7 @@ class Loaded(Generic[M]):
 
     model: M
     nbytes: int
-    # Applies those keys of a newer spec that do not need a reload of the model.
+    # Applies a newer spec of the model, whose changed keys do not need a reload.
     adopt: Callable[[ModelSpec], None] = lambda _: None
 
 
@@ -43,7 +43,7 @@ class Prepared(Generic[M]):
 
 
 class Loader(Protocol[M]):
-    """The interface for loading models. app implements it, and tests have scripted loaders."""
+    """The interface for loading models. app implements it, and tests use scripted loaders."""
 
     async def prepare(self, spec: ModelSpec, base: M | None = None) -> Prepared[M]:
         """Find or download a model's files, and read its size. For an adapter, `base` is its loaded
@@ -59,16 +59,16 @@ class Status:
     """A model's state, as the API shows it."""
 
     state: str  # "unloaded", "loading", "loaded", or "failed" if the last load failed
-    nbytes: int | None = None  # its share of the budget
-    last_used: int | None = None  # a Unix time
+    nbytes: int | None = None  # the model's share of the budget
+    last_used: int | None = None  # Unix time
     failure: str | None = None
 
 
 class ModelCache(Generic[M]):
     """A cache of at most `max_models` models, within the memory budget.
 
-    A model that is no longer served, or whose spec has changed so that it would load differently,
-    is freed after its last lease. A context manager: exiting it frees every model.
+    A model that is no longer served, or whose spec has changed in a key that needs a reload, is
+    freed after its last lease. A context manager: exiting it frees every model.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class ModelCache(Generic[M]):
         self._ttl_s = ttl_s
         self._queue_limit = queue_limit
         self._entries: list[Entry[M]] = []
-        self._admissions: dict[str, Admission] = {}  # by model id; all copies of a model share one
+        self._admissions: dict[str, Admission] = {}  # by model id, shared by all copies of a model
         self._failures = Failures()
         self._pins: dict[str, bool] = {}  # models pinned or unpinned by hand
         self._is_closed = False
@@ -106,7 +106,7 @@ class ModelCache(Generic[M]):
             async with contextlib.AsyncExitStack() as leases:
                 base = None
                 if isinstance(spec, ChatSpec) and spec.base_spec is not None:
-                    self._failures.check(spec.id)  # before the base is loaded for nothing
+                    self._failures.check(spec.id)  # otherwise the base might be loaded for nothing
                     lease = self._use(spec.base_spec, None, caller)
                     base = await leases.enter_async_context(lease)
                 entry = await leases.enter_async_context(self._use(spec, base, caller))
@@ -122,7 +122,7 @@ class ModelCache(Generic[M]):
     async def unload(self, spec: ModelSpec) -> bool:
         """Free a model, pinned or not, once its last lease has ended.
 
-        Return True if its memory was freed within `load_wait_s`. New callers load a new copy.
+        Return True if its memory was freed within `load_wait_s`. New callers load the model anew.
         """
         self._failures.forget(spec.id)
         leaving = [entry for entry in self._entries if entry.spec.id == spec.id]
@@ -137,7 +137,7 @@ class ModelCache(Generic[M]):
         return True
 
     def pin(self, spec: ModelSpec, *, is_pinned: bool) -> None:
-        """Pin a model, so that it is not evicted, or unpin it. This lasts until the next reload."""
+        """Pin a model, so that it is not evicted, or unpin it, until models.yaml is reloaded."""
         self._pins[spec.id] = is_pinned
         self._failures.clear()  # a model that did not fit beside the pinned models may fit now
         for entry in self._entries:
@@ -149,10 +149,10 @@ class ModelCache(Generic[M]):
         return self._pins.get(spec.id, spec.pinned)
 
     def reconsider(self) -> None:
-        """Apply a new catalog: free and `forget` idle models that it no longer has.
+        """Apply a new catalog: free idle models that it no longer has, and `forget` them.
 
-        Loaded models adopt changed keys that do not need a reload of the model. Failures, and pins
-        set by `pin`, are forgotten.
+        Loaded models adopt changed keys that do not need a reload. Failures of loads, and pins set
+        by `pin`, are forgotten.
         """
         self.forget()
         self._failures.clear()
@@ -193,7 +193,7 @@ class ModelCache(Generic[M]):
         return failed | loading | loaded
 
     def has_failed(self, spec: ModelSpec) -> bool:
-        """Return True if the last load of a model that has ended failed."""
+        """Return True if the last completed load of a model failed."""
         return self._failures.of(spec.id) is not None
 
     def model(self, spec: ModelSpec) -> M | None:
@@ -223,7 +223,7 @@ class ModelCache(Generic[M]):
         return [entry for entry in self._entries if entry.state is not State.LEAVING]
 
     def _is_pinned(self, entry: Entry[M]) -> bool:
-        """Return True if an entry is pinned, or an adapter of it, which is freed with its base."""
+        """Return True if an entry or one of its adapters, which are freed with it, is pinned."""
         current = self._served.catalog.current(entry.spec)
         is_pinned = current is not None and self.is_pinned(current) and entry.is_open
         return is_pinned or any(self._is_pinned(adapter) for adapter in self._adapters(entry))
@@ -242,7 +242,7 @@ class ModelCache(Generic[M]):
         return admission
 
     def _admit(self, spec: ModelSpec, caller: Caller | None) -> AbstractContextManager[None]:
-        """Hold a place in the model's queue while entered. A load without a caller needs no place.
+        """Hold a place in the model's queue while entered, if there is a caller.
 
         Raises Overloaded if the queue is full.
         """
@@ -271,7 +271,9 @@ class ModelCache(Generic[M]):
             self._retire_if_unused(entry)
 
     def _entry(self, spec: ModelSpec, base: Entry[M] | None) -> Entry[M]:
-        """Return the entry of a model that accepts new callers. If there is none, begin a load."""
+        """Return an entry for a model that accepts new callers, or else a new one, whose load is
+        begun.
+        """
         if self._is_closed:
             raise ShuttingDown
         for entry in self._entries:
@@ -279,7 +281,7 @@ class ModelCache(Generic[M]):
                 return entry
         self._failures.check(spec.id)
         for counter in (metrics.REJECTED, metrics.EVICTIONS):
-            metrics.of(counter, spec.id)  # the series starts at 0, so a rate sees the first event
+            metrics.of(counter, spec.id)  # the series starts at 0: rates see the first event
         entry = Entry[M](spec, base)
         if base is not None:
             base.enter()  # a lease until the adapter is loaded
@@ -301,7 +303,9 @@ class ModelCache(Generic[M]):
             ) from None
 
     def _retire_if_unused(self, entry: Entry[M]) -> None:
-        """If a model has no callers, free it if it was unloaded or replaced, else start its TTL."""
+        """If a model has no callers, free it if it was unloaded, replaced or removed; else start
+        its TTL.
+        """
         if entry.leases:
             return
         if entry.may_move_to(State.LEAVING):
@@ -392,7 +396,7 @@ class ModelCache(Generic[M]):
     def _fail(
         self, entry: Entry[M], error: GatewayError, unforeseen: Exception | None = None
     ) -> None:
-        """Fail the waiting callers. The log has a traceback only for an `unforeseen` error."""
+        """Fail the callers that wait for a load. With an `unforeseen` error, log its traceback."""
         model = entry.spec.id
         metrics.of(metrics.MODEL_LOADS, model, "failed").inc()
         log.error("model_failed", model=model, error=str(error), exc_info=unforeseen)

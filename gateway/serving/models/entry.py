@@ -1,4 +1,4 @@
-"""A model in the cache and its state. Also remembers failed loads, to not retry them at once."""
+"""A model in the cache and its state. Remembers failed loads, so that none is retried at once."""
 
 import asyncio
 from collections.abc import Callable
@@ -18,20 +18,24 @@ from gateway.errors import (
 from gateway.registry import ModelSpec
 from gateway.serving.budget import Share
 
-UNAVAILABLE_S = 30.0  # seconds until a retry, so that not every request waits for a dead network
-BROKEN_S = 5.0  # seconds until a retry of invalid files: somebody may be repairing them
+UNAVAILABLE_S = 30.0  # seconds until a retry: not every request should wait for a dead network
+BROKEN_S = 5.0  # seconds until a retry of invalid files, which somebody may be repairing
 M = TypeVar("M")
 T = TypeVar("T")
 
 
 class Failures:
-    """The error of each model whose last load failed, with the time until which it is raised."""
+    """The errors of models whose last load failed. For a time each error is raised again, instead
+    of another try.
+    """
 
     def __init__(self) -> None:
         self._errors: dict[str, tuple[GatewayError, float]] = {}
 
     def remember(self, model: str, error: GatewayError) -> None:
-        """Remember an error of the model itself. Others, such as a shutdown, are ignored."""
+        """Remember an error that is due to the model. Other errors, such as a shutdown, are
+        ignored.
+        """
         match error:
             case ModelUnavailable() | ModelNotFound() | ModelRefused():
                 seconds = UNAVAILABLE_S
@@ -65,7 +69,7 @@ class Failures:
 
 
 async def shared(task: asyncio.Task[T]) -> T:
-    """Wait for a task that several callers wait for. Cancelling a caller doesn't cancel it."""
+    """Wait for a task that several callers share. Cancelling a caller doesn't cancel the task."""
     try:
         return await asyncio.shield(task)
     except GatewayError as error:
@@ -75,15 +79,15 @@ async def shared(task: asyncio.Task[T]) -> T:
 class State(Enum):
     """The state of a model in the cache."""
 
-    LOADING = "loading"  # the model waits for its files, for room or for weights; callers wait
+    LOADING = "loading"  # the model's files, room or weights are awaited, and callers wait
     READY = "ready"  # callers can use the model at once
-    RETIRING = "retiring"  # unloaded on request: present callers finish, new ones load a copy
+    RETIRING = "retiring"  # unloaded on request: present callers finish, new ones load it anew
     LEAVING = "leaving"  # the model has no callers and is being freed
     GONE = "gone"  # the model's memory is freed
 
 
-# The legal changes of state. A load may fail, and a task may be cancelled, at any time, so every
-# state may move to GONE.
+# The legal changes of state. Every state may change to GONE, since at any time a load may fail or a
+# task may be cancelled.
 MOVES: Final = MappingProxyType(
     {
         State.LOADING: {State.READY, State.RETIRING, State.LEAVING, State.GONE},
@@ -100,19 +104,19 @@ class Entry(Generic[M]):
 
     def __init__(self, spec: ModelSpec, base: "Entry[M] | None" = None) -> None:
         self.spec = spec
-        # The entry of an adapter's base model. An adapter is freed before its base, and the callers
-        # of an adapter lease both.
+        # For an adapter, the entry of its base model, which is freed after the adapter. Callers of
+        # an adapter lease both.
         self.base = base
         self.state = State.LOADING
-        self.leases = 0  # callers that use or wait for the model, which keep it in the cache
+        self.leases = 0  # how many callers use or wait for the model, and so keep it in the cache
         self.last_used = 0.0
         self.task: asyncio.Task[None] | None = None  # fetches, loads and frees the model
         self.leaving = asyncio.Event()
         self._ttl: asyncio.TimerHandle | None = None
 
-        # The progress of its load:
+        # The progress of the model's load:
         self.needed_bytes: int | None = None  # known once the model's files are on disk
-        # Done when its wait for room ends, with None if the model leaves instead.
+        # Done when the wait for room ends: with a share or, if the model leaves instead, with None.
         self.admission: asyncio.Future[Share | None] | None = None
         self.share: Share | None = None  # set once the model has room
         self.model: M | None = None
@@ -127,12 +131,12 @@ class Entry(Generic[M]):
 
     @property
     def is_leaving(self) -> bool:
-        """Return True if the model is being freed, or has been."""
+        """Return True if the model is being freed or has been freed."""
         return self.state in (State.LEAVING, State.GONE)
 
     @property
     def is_loaded(self) -> bool:
-        """Return True if the model is in memory and not being freed."""
+        """Return True if the model is in memory and is not being freed."""
         return self.model is not None and not self.is_leaving
 
     @property
@@ -170,7 +174,7 @@ class Entry(Generic[M]):
         self.last_used = clock.now()
 
     def settle(self, failure: GatewayError | None = None) -> None:
-        """Wake the callers that wait for the load. `failure` is its error, if it failed."""
+        """Wake the callers that wait for the load. `failure` is the load's error, if it failed."""
         self.failure = failure
         self.is_settled.set()
 

@@ -1,5 +1,5 @@
-"""Places and bytes for loaded models: which models hold them, which wait for them in order of
-arrival, and which idle models are evicted to make room.
+"""Gives places and bytes to models that are to be loaded, in order of arrival, and evicts idle
+models to make room for them.
 """
 
 import asyncio
@@ -18,21 +18,21 @@ from gateway.serving.models.entry import Entry, State
 K = TypeVar("K")
 M = TypeVar("M")
 
-RECENT_S = 10.0  # seconds since its last use in which an idle model is likely to be needed again
+RECENT_S = 10.0  # seconds after its last use in which an idle model is likely to be needed again
 
 
 class Phase(Enum):
-    """The phase of a model, as the plan of evictions sees it."""
+    """The state of a model, as far as it matters to the plan of evictions."""
 
     WAITING = auto()  # the model waits for room
-    USED = auto()  # it has room, and may not be evicted: it has callers, is loading or is pinned
-    IDLE = auto()  # it has room, and may be evicted
-    LEAVING = auto()  # it is being freed
+    USED = auto()  # the model may not be evicted: it has callers, is loading or is pinned
+    IDLE = auto()  # the model has room, and may be evicted
+    LEAVING = auto()  # the model is being freed
 
 
 @dataclass(frozen=True, slots=True)
 class Resident:
-    """The facts about a model on which the plan depends."""
+    """The facts about a model on which the plan of evictions depends."""
 
     phase: Phase
     nbytes: int  # bytes that the model holds or, while WAITING, needs
@@ -52,7 +52,7 @@ class EvictionPlan(Generic[K]):
     admitted: tuple[K, ...] = ()
     leaving: tuple[K, ...] = ()
     abandoned: tuple[K, ...] = ()  # waiting models without callers, for which there is no room
-    claimed_bytes: int = 0  # bytes that new sequences may not take
+    claimed_bytes: int = 0  # bytes kept for the first waiting model: new sequences can't take them
 
 
 def make_plan(
@@ -61,12 +61,12 @@ def make_plan(
     max_models: int,
     free_bytes: int,
     rows_bytes: int,
-    prefix_bytes: int = 0,  # the part of `rows_bytes` in prefix pools, which is freed when claimed
+    prefix_bytes: int = 0,  # the part of `rows_bytes` in prefix pools, which are freed if needed
 ) -> EvictionPlan[K]:
     """Plan which waiting models are admitted, in order of arrival, and which models are evicted.
 
-    No waiting model overtakes another. For the first one without room, prefix pools are freed, and
-    then as few idle models as possible are evicted.
+    No waiting model overtakes another. For the first waiting model without room, prefix pools are
+    freed, and then as few idle models as possible are evicted.
     """
     admitted: list[K] = []
     abandoned: list[K] = []
@@ -74,8 +74,8 @@ def make_plan(
     going = _in_phase(residents, Phase.LEAVING).values()
     free_places = max_models
     free_places -= sum(model.places for model in residents.values() if model.phase != Phase.WAITING)
-    # Adapters come first: each keeps its base in use, and an earlier model may be waiting for the
-    # base to leave.
+    # Adapters come first: a waiting adapter keeps its base in use, and an earlier model may be
+    # waiting for this base to leave.
     waiting = _in_phase(residents, Phase.WAITING).items()
     for key, newcomer in sorted(waiting, key=lambda item: not item[1].is_adapter):
         places, nbytes = newcomer.places - free_places, newcomer.nbytes - free_bytes
@@ -94,12 +94,12 @@ def make_plan(
         if places <= 0 and nbytes <= prefix_bytes:
             claimed_bytes = max(0, claimed_bytes - victims_bytes)
             return EvictionPlan((*admitted,), (*victims,), (*abandoned,), claimed_bytes)
-        # Evicting all idle models is not enough. Abandon the model if no caller waits for it.
+        # Evicting all idle models is not enough. Abandon the newcomer if no caller waits for it.
         if not newcomer.is_requested:
             abandoned.append(key)
             continue
-        # Otherwise it waits until models in use get idle. If it is enough that running sequences
-        # end, their bytes are claimed, so that new sequences do not take them.
+        # Otherwise the newcomer waits until models in use get idle. If there is enough room once
+        # running sequences end, their bytes are claimed, so that new sequences do not take them.
         if places > 0 or nbytes > rows_bytes:
             claimed_bytes = 0
         return EvictionPlan((*admitted,), (), (*abandoned,), claimed_bytes)
@@ -107,15 +107,15 @@ def make_plan(
 
 
 def pick(idle: Mapping[K, Resident], *, places: int, nbytes: int) -> list[K]:
-    """Choose idle models that together hold `places` and `nbytes`, least recently used first. If
-    all of them hold less, choose all.
+    """Choose idle models, least recently used first, until they hold `places` and `nbytes`
+    together. If all of them hold less, choose all.
     """
     chosen: list[K] = []
     for key, resident in sorted(idle.items(), key=lambda item: item[1].last_used):
         if places <= 0 and nbytes <= 0:
             break
         if nbytes <= 0 and resident.is_adapter:
-            continue  # only places are missing, and an adapter has none
+            continue  # only places are missing, and an adapter takes no place
         chosen.append(key)
         places -= resident.places
         nbytes -= resident.nbytes
@@ -127,11 +127,11 @@ def _in_phase(residents: Mapping[K, Resident], phase: Phase) -> dict[K, Resident
 
 
 class Abandoned(Exception):
-    """Raised in a load that ends early, because no caller waits or the model was unloaded."""
+    """Raised to end a load early, because no caller waits for it or the model was unloaded."""
 
 
 class Room(Generic[M]):
-    """The places and bytes of loaded models. Models that are pinned or in use are not evicted."""
+    """Gives places and bytes to models, and evicts idle models that are not pinned for others."""
 
     def __init__(
         self, budget: Budget, *, max_models: int, is_pinned: Callable[[Entry[M]], bool]
@@ -149,7 +149,7 @@ class Room(Generic[M]):
     async def hold(self, entry: Entry[M], nbytes: int) -> AsyncIterator[Share]:
         """Hold a place and `nbytes` while entered. Evicts idle models if necessary.
 
-        Waits for room while the model has callers, and raises Abandoned if it has none left. Raises
+        Waits for room while the model has callers, and raises Abandoned once it has none. Raises
         InsufficientMemory if there can never be room.
         """
         if nbytes < 0:
@@ -190,7 +190,7 @@ class Room(Generic[M]):
                 _evict(entry)
 
     def pinned_bytes(self, *, without: str) -> int:
-        """Return the bytes of all pinned models but this one."""
+        """Return the bytes of all pinned models except the one with this id."""
         return sum(
             entry.nbytes
             for entry in self._queue
@@ -206,7 +206,9 @@ class Room(Generic[M]):
         return [entry.spec.id for entry in self._queue if entry.share is not None and entry.leases]
 
     def notify(self) -> None:
-        """Wake waiting models and sequences. Call it when a model may have become idle or left."""
+        """Call the budget's listeners, which serve waiting models and sequences. Call this method
+        whenever a model may have become idle or left.
+        """
         self._budget.notify()
 
     def _update(self) -> None:
@@ -257,7 +259,8 @@ class Room(Generic[M]):
         assert entry.admission is not None
         assert entry.needed_bytes is not None
         entry.share = self._budget.share()
-        # The future is done before `resize` calls listeners, which must not admit the model again.
+        # The future must be done before `resize` calls listeners, or they would admit the model
+        # again.
         entry.admission.set_result(entry.share)
         entry.share.resize(entry.needed_bytes)
 

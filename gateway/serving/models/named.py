@@ -1,4 +1,6 @@
-"""Models that models.yaml does not list: a request or an admin names a repository of the hub."""
+"""Serves models that models.yaml does not list, once a request or an admin names a repository of
+the hub.
+"""
 
 import asyncio
 import re
@@ -36,8 +38,8 @@ class Candidate:
 
     spec: ModelSpec
     weights: int
-    missing: int  # bytes of its files that are still to be downloaded
-    whole: int  # bytes of its files on disk after the download
+    missing: int  # bytes of the model's files that are still to be downloaded
+    whole: int  # bytes of all the model's files
     free: int  # free bytes on the disk
 
 
@@ -45,14 +47,14 @@ class Offers(Protocol):
     """The interface for looking up models on a hub."""
 
     async def offer(self, repo: str, is_pull: bool) -> Candidate:
-        """Look up a repository. Raises a GatewayError for a model that may not or cannot be served,
-        and for one that is not public unless `is_pull`, for an admin's pull.
+        """Look up a repository. Raises a GatewayError for a model that may not or cannot be served.
+        Only for an admin's pull (`is_pull`) may the model be one that is not public.
         """
 
 
 def repository(name: str) -> str | None:
-    """Return the `org/name` of a model's name, without an optional `hub:`. None if the name cannot
-    be a repository of the hub.
+    """Return the `org/name` in a model's name, which may begin with `hub:`. Return None if the name
+    cannot be that of a repository of the hub.
     """
     match = _REPO.fullmatch(name)
     if match is None or ".." in name or "--" in name:
@@ -78,7 +80,9 @@ def check_sizes(candidate: Candidate, *, pending: int, memory: int, reserve: int
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class NamedModels:
-    """The served models that callers have named. A new one replaces an idle one at MOST_NAMED."""
+    """The served models that callers have named, at most MOST_NAMED. Beyond that a new one replaces
+    an idle one.
+    """
 
     served: Served
     models: ModelCache[Any]
@@ -87,9 +91,9 @@ class NamedModels:
     patterns: Sequence[str]  # patterns of the models that requests may name
     memory_bytes: int
     reserve_bytes: int
-    # Running lookups on the hub, by repository, each with the id of the key that asked.
+    # Running lookups on the hub by repository, each with the id of the API key that asked for it.
     _looks: dict[str, tuple[str, asyncio.Task[ModelSpec]]] = field(default_factory=dict)
-    _refusals: Failures = field(default_factory=Failures)  # errors of models that requests named
+    _refusals: Failures = field(default_factory=Failures)  # errors of lookups for requests
 
     def is_new(self, name: str) -> bool:
         """Return True for a name that may be a model on the hub and is not served yet."""
@@ -97,15 +101,15 @@ class NamedModels:
         return bool(self.patterns) and repo is not None and self._known(name, repo) is None
 
     def _known(self, *names: str | None) -> str | None:
-        """Return the first of the names that the catalog has."""
+        """Return the first of these names that is in the catalog, if any is."""
         known = self.served.catalog.names()
         return next((name for name in names if name in known), None)
 
     async def admit(self, name: str, key: str) -> None:
         """Serve a model that a request names, if it matches `patterns`, and begin its download.
 
-        Raises ModelNotFound, Overloaded while another model is looked up or downloaded for this
-        key, the errors of `Offers.offer`, and those of `check_sizes`.
+        Raises ModelNotFound if it matches none, Overloaded while another model is looked up or
+        downloaded for this key, and the errors of `Offers.offer` and `check_sizes`.
         """
         repo = repository(name)
         if repo is None or not self.is_new(name):
@@ -121,7 +125,9 @@ class NamedModels:
         await self._add(repo, key)
 
     async def pull(self, name: str) -> Pull:
-        """Return the pull of any model of the catalog or the hub. Raises the errors of `admit`."""
+        """Begin, or find, an admin's pull of any model in the catalog or on the hub. Raises the
+        errors of `admit`.
+        """
         repo = repository(name)
         known = self._known(name, repo)
         if known is None and repo is not None:

@@ -1,4 +1,4 @@
-"""Downloads of models' files: one at a time, in order of arrival. All callers that need a model
+"""Downloads models' files, one model at a time, in order of arrival. All callers that need a model
 wait for the same download.
 """
 
@@ -14,15 +14,15 @@ from gateway.registry import ChatSpec, ModelSpec
 from gateway.serving.models.entry import shared
 
 log = logs.get("pulls")
-ADMIN = "admin"  # stands for a key's id in the counts of an admin's pulls
-NOBODY = "none"  # stands for a key's id in the counts of pulls that no key asked for
+ADMIN = "admin"  # the key id under which an admin's pulls are counted
+NOBODY = "none"  # the key id under which pulls are counted that no key asked for
 
 
 class Fetched(NamedTuple):
     """The progress of a model's download, in bytes."""
 
     completed: int
-    # The size of all its files; None until the hub has listed them.
+    # The size of all the model's files; None until the hub has listed them.
     total: int | None = None
 
 
@@ -35,7 +35,7 @@ class Store(Protocol):
     async def files(self, spec: ModelSpec, *, is_pull: bool = False) -> Path:
         """Find or download a model's files, and return their path.
 
-        `is_pull`, for an admin's pull, allows the download even if the settings forbid it.
+        `is_pull` means an admin's pull, which may download even if the settings forbid downloads.
         """
 
     def fetched(self, spec: ModelSpec) -> Fetched:
@@ -48,7 +48,7 @@ class Pull:
 
     spec: ModelSpec
     key: str
-    whole: int  # bytes of all its files; 0 until the hub has listed them
+    whole: int  # bytes of all the model's files; 0 if they are unknown
     status: Literal["waiting", "downloading"] = "waiting"
     task: "asyncio.Task[Path]" = field(init=False)
 
@@ -66,8 +66,8 @@ class Pull:
 
 
 class Pulls:
-    """The waiting and running downloads. A context manager: exiting it ends them, and files that
-    are complete stay on disk.
+    """The waiting and running downloads. A context manager: exiting it ends the downloads, but
+    keeps complete files on disk.
     """
 
     def __init__(self, store: Store) -> None:
@@ -82,7 +82,7 @@ class Pulls:
 
     @property
     def pending(self) -> int:
-        """Return the bytes that are still to be downloaded, as far as they are known."""
+        """Return the bytes that all downloads are still to fetch, as far as sizes are known."""
         return sum(max(0, pull.whole - self._on_disk(pull.spec)) for pull in self.under_way)
 
     def _on_disk(self, spec: ModelSpec) -> int:
@@ -95,9 +95,10 @@ class Pulls:
         return Fetched(min(completed, total or completed), total)
 
     def begin(self, spec: ModelSpec, key: str = NOBODY, whole: int = 0) -> Pull:
-        """Return a model's download, beginning it unless it is under way already.
+        """Return a model's download, after beginning it unless it is under way already.
 
-        Its bytes are counted for `key`. `whole` is the size of all its files, if that is known.
+        The downloaded bytes are counted for `key`. `whole` is the size of the model's files, if
+        known.
         """
         name = (spec.id, spec.source)
         pull = self._pulls.get(name)

@@ -1,5 +1,5 @@
 """The current catalog of served models, and facts about the models' inputs, such as their maximum
-length. These are read from files on this disk, whether a model is loaded or not.
+length. These facts are read from files on this disk, even for models that are not loaded.
 """
 
 import asyncio
@@ -13,10 +13,10 @@ LOOK_S = 3.0  # most seconds to wait for small files of all models: a network di
 
 
 class Served:
-    """The current catalog: the models of models.yaml, and those that callers have named.
+    """The current catalog: the models of models.yaml, and the models that callers have named.
 
-    A name of models.yaml takes precedence over a named model. Code that changes the catalog must
-    tell the model cache, which then forgets models that are gone.
+    A name in models.yaml takes precedence over that of a named model. Code that changes the catalog
+    must tell the model cache, so that it forgets models that are gone.
     """
 
     def __init__(self, file: Catalog) -> None:
@@ -30,7 +30,7 @@ class Served:
         return self.catalog.changes_since(before)
 
     def publish(self) -> None:
-        """Rebuild the catalog from models.yaml's models and the named models."""
+        """Rebuild the catalog from the models of models.yaml and the named models."""
         taken, named = {*self._file.names()}, self.named.values()
         rest = [spec for spec in named if taken.isdisjoint((spec.id, f"hub:{spec.id}"))]
         self.catalog = Catalog([*self._file.specs, *rest])
@@ -54,7 +54,7 @@ class KnownInputs:
         return self._known.get(spec.id)
 
     async def look(self) -> None:
-        """Read the files of all models again. After LOOK_S stop waiting, while the read goes on.
+        """Read the files of all models again. The wait ends after LOOK_S, but the read goes on.
 
         Only one read runs at a time, so a disk that hangs blocks only one thread.
         """

@@ -26,7 +26,7 @@ class Setup:
 class LoadCall:
     """Load this rank's share of a model."""
 
-    # The reply is empty or, if the load fails, the reason.
+    # A rank's reply is an empty text or, if the load fails, the reason.
     model: str
     setup: Setup
     method: Literal["load"] = "load"
@@ -34,7 +34,7 @@ class LoadCall:
 
 @dataclass(frozen=True, slots=True)
 class DropCall:
-    """Close a model, if it is loaded. There is no reply."""
+    """Close a model, if it is loaded. Ranks do not reply to this call."""
 
     model: str
     method: Literal["drop"] = "drop"
@@ -44,7 +44,7 @@ class DropCall:
 class StepCall:
     """Run a step of the engine."""
 
-    # The reply is the digest of the step's result.
+    # A rank's reply is the digest of the step's result.
     model: str
     plan: StepPlan
     method: Literal["step"] = "step"
@@ -60,11 +60,11 @@ class ProbeCall:
 
 @dataclass(frozen=True, slots=True)
 class SelfTestCall:
-    """Run the next step of the self-test, or the first one if `is_first`."""
+    """Run the next step of the self-test, or the first step of a new one if `is_first`."""
 
     model: str
     is_first: bool
-    rows: int  # rows of the decode step to time; 0 to compare sequences
+    rows: int  # rows of the decode step to time; 0 for the test that compares sequences
     method: Literal["self_test"] = "self_test"
 
 
@@ -92,7 +92,7 @@ Call: TypeAlias = LoadCall | DropCall | EngineCall
 _CALLS: Final[TypeAdapter[Call]] = TypeAdapter(
     Annotated[Call, Field(discriminator="method")],
     config=ConfigDict(
-        arbitrary_types_allowed=True,  # needed for the field of compiled grammars, which is None
+        arbitrary_types_allowed=True,  # for the field with a compiled grammar, which is always None
         extra="forbid",
         ser_json_bytes="base64",
         val_json_bytes="base64",
@@ -115,7 +115,7 @@ def decode(data: bytes) -> Call:
 
 def digest(result: StepResult) -> str:
     """Return a digest of a step's result. If ranks have different digests, they have diverged."""
-    # The digest leaves out ids of tool calls, which are random, and logprobs, which may be rounded
+    # The digest leaves out ids of tool calls, which are random, and logprobs, which ranks may round
     # differently.
     said = [
         (delta.id, delta.tokens, delta.finish_reason, delta.text, delta.reasoning, delta.error)

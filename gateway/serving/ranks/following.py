@@ -1,4 +1,4 @@
-"""The loop of a rank above 0, which makes each call that rank 0 sends until the group ends."""
+"""The loop of a rank above 0, which makes each call that rank 0 sends, until the group ends."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Generator
@@ -44,7 +44,7 @@ LoadModel = Callable[[str, Setup], GenerationEngine]
 
 
 def follow(link: Link, load: LoadModel, tidy: Callable[[], None]) -> None:
-    """Make the calls that arrive, until rank 0 ends the group. Run it on the thread for MLX."""
+    """Make the calls that arrive, until rank 0 ends the group. Must run on the one MLX thread."""
     models: dict[str, FollowingEngine] = {}
     while True:
         frame = link.next_frame(IDLE_S)
@@ -78,8 +78,8 @@ def _load(call: LoadCall, load: LoadModel, models: "dict[str, FollowingEngine]")
 
 
 class FollowingEngine:
-    """This rank's engine of one model. It repeats the calls of rank 0's engine, and discards their
-    results.
+    """This rank's engine of one model. It repeats the calls of rank 0's engine. Of the results only
+    digests are used.
     """
 
     def __init__(self, engine: GenerationEngine) -> None:
@@ -88,7 +88,9 @@ class FollowingEngine:
         self._grammars: OrderedDict[Grammar, Compiled] = OrderedDict()
 
     def make(self, call: EngineCall) -> str:
-        """Make a call. Return its outcome, which should be the same on every rank."""
+        """Make a call. Return the outcome, which should be the same on every rank: a digest, an
+        empty text, or the name of an error.
+        """
         try:
             return self._make(call) or ""
         except Exception as error:
@@ -126,7 +128,7 @@ class FollowingEngine:
         return digest(result)
 
     def _with_grammar(self, params: SequenceParams) -> SequenceParams:
-        """Return the params with the grammar compiled by this rank."""
+        """Return the params with the compiled grammar, which each rank compiles itself."""
         grammar = params.grammar
         if grammar is None:
             return params

@@ -31,7 +31,7 @@ from gateway.serving.ranks.calls import (
 from gateway.serving.ranks.links import Leader
 
 T = TypeVar("T")
-WAIT_S: Final = 0.02  # seconds that a step of a load waits for other ranks while it has the lane
+WAIT_S: Final = 0.02  # seconds that one step of a load waits for other ranks, holding the lane
 
 
 def lead_in_steps(
@@ -42,8 +42,8 @@ def lead_in_steps(
 ) -> Generator[GenerationEngine | None]:
     """Load a model on every rank, in steps. The last step yields rank 0's engine.
 
-    Must run on the lane. `setup` lets the other ranks load the same model. Raises ModelLoadFailed,
-    which names the rank that failed.
+    Must run on the lane. `setup` lets the other ranks load the same model. If a rank fails, raises
+    ModelLoadFailed, which names the rank.
     """
     sent = leader.send(encode(LoadCall(model, setup)))
     engine: GenerationEngine | None = None
@@ -82,7 +82,7 @@ class LeadingEngine:
         self._leader = leader
         self._model = model
         self._engine = engine
-        # These methods don't change the engine's state, so only rank 0 calls them.
+        # These methods don't change the engine's state, so the other ranks need not call them.
         self.tokens, self.facts = engine.tokens, engine.facts
         self.prepare, self.compile = engine.prepare, engine.compile
         self.matches_schema, self.read_answer = engine.matches_schema, engine.read_answer
@@ -90,8 +90,8 @@ class LeadingEngine:
         self.routing_keys = engine.routing_keys
 
     def step(self, plan: StepPlan) -> StepResult:
-        """Run a step on every rank. Return its result once all ranks have the same digest."""
-        # If a rank was lost during the pass, the result may be wrong.
+        """Run a step on every rank. Return the result once all ranks have the same digest of it."""
+        # If a rank was lost during the pass, this rank's result may be wrong.
         joining = [(number, _with_seed(params)) for number, params in plan.joining]
         plan = replace(plan, joining=joining)
         sent = [(number, _to_send(params)) for number, params in joining]
@@ -148,7 +148,7 @@ class LeadingEngine:
 
 
 def _with_seed(params: SequenceParams) -> SequenceParams:
-    # The seed is drawn on rank 0, so that all ranks have the same one.
+    # The seed is drawn on rank 0, so that all ranks have the same seed.
     if params.sampling.seed is not None:
         return params
     return replace(params, sampling=replace(params.sampling, seed=secrets.randbits(64)))

@@ -1,7 +1,7 @@
 """The connections between rank 0 and each other rank: rank 0 sends frames and gets short replies.
 
-Rank 0 notices that a rank is gone when its connection closes, or after KEEP_ALIVE_S through the
-kernel's keep-alive probes. An empty frame ends the group.
+Rank 0 notices that a rank is gone when that rank's connection closes. If keep-alive probes get no
+answer, the kernel closes the connection after KEEP_ALIVE_S. An empty frame ends the group.
 """
 
 import contextlib
@@ -29,13 +29,13 @@ Link: TypeAlias = "Connection[Any, Any]"
 JOIN_S: Final = 60.0  # seconds for all ranks to connect, once the group has formed
 END_S: Final = 5.0  # seconds for the other ranks to close their connections at the end
 KEEP_ALIVE_S: Final = 11  # seconds: 5 of silence, then three probes every 2 seconds
-LONGEST: Final = 1 << 30
+LONGEST: Final = 1 << 30  # most bytes of a frame
 MOST_UNKNOWN: Final = 64  # most connections that have not yet named their rank
 STATUS_OF_A_LOSS: Final = 70  # EX_SOFTWARE of sysexits.h, as after a stall
 _WORD_BYTES: Final = 64 << 10
 _OUTCOME_CHARS: Final = 2000
 _STOP: Final = {"stop": True}
-# Errors of a connection that closes, or of an invalid reply.
+# Errors that a connection raises when it closes, or that an invalid reply raises.
 _ENDS: Final = (EOFError, OSError, ValueError, LookupError)
 
 
@@ -57,7 +57,7 @@ class Invitation:
 
 
 class Sent:
-    """A frame that was sent to every rank, with the replies so far, by rank."""
+    """A frame that was sent to every rank, with the ranks' replies so far."""
 
     def __init__(self) -> None:
         self.replies: dict[int, str] = {}
@@ -70,8 +70,8 @@ class Leader:
         self._links = links
         self._words: queue.SimpleQueue[tuple[int, int, str]] = queue.SimpleQueue()
         self._count = 0
-        # Sent frames by number: a reply to one frame may arrive while another frame's are awaited.
-        # The references are weak, so replies to a frame that nobody waits for are dropped.
+        # Sent frames by number: a reply to one frame may arrive while replies to another are
+        # awaited. The references are weak, so replies to a frame that nobody waits for are dropped.
         self._sent: WeakValueDictionary[int, Sent] = WeakValueDictionary()
         self._is_over = False
         self.lost: str | None = None  # describes the loss of a rank; None while all are connected
@@ -85,7 +85,7 @@ class Leader:
             thread.start()
 
     def send(self, frame: bytes) -> Sent:
-        """Send a frame to every rank. Raises Unavailable if one is gone."""
+        """Send a frame to every other rank. Raises Unavailable if a rank is gone."""
         self._count += 1
         sent = self._sent[self._count] = Sent()
         for rank, link in self._links.items():
@@ -117,7 +117,7 @@ class Leader:
         """Wait until every rank has replied to a frame with this outcome. Raises Unavailable if a
         rank has another outcome, or is gone.
         """
-        # Results that were computed together with such a rank must not be used.
+        # Results that were computed together with a rank that diverged must not be used.
         for rank, reply in (self.replies(sent) or {}).items():
             if reply != outcome:
                 self._lose(f"rank {rank} got a different result")
@@ -138,7 +138,7 @@ class Leader:
             raise Unavailable(f"The group is ending: {self.lost}.", retry_after_s=1)
 
     def _listen(self, rank: int) -> None:
-        """Read a rank's messages until its connection closes."""
+        """Read a rank's messages until the connection closes."""
         with self._links[rank] as link, contextlib.suppress(*_ENDS):
             while True:
                 word = json.loads(link.recv_bytes(_WORD_BYTES))
@@ -170,7 +170,7 @@ def inviting(host: str) -> Iterator[tuple[Invitation, socket.socket]]:
 def accept(listener: socket.socket, invitation: Invitation, ranks: Sequence[int]) -> Leader:
     """Wait until these ranks have connected. Raises TimeoutError after JOIN_S.
 
-    Any other connection is refused, at the latest at the end, and delays no rank.
+    Any other connection is refused, at the latest when the wait ends, and delays no rank.
     """
     links: dict[int, socket.socket] = {}
     # Connections that have not yet named their rank, with the bytes received so far, oldest first.
@@ -203,7 +203,7 @@ def accept(listener: socket.socket, invitation: Invitation, ranks: Sequence[int]
 
 
 def _welcome(listener: socket.socket, unknown: dict[socket.socket, bytearray]) -> None:
-    """Accept a connection. If over MOST_UNKNOWN are unidentified, refuse the oldest of them."""
+    """Accept a connection. If over MOST_UNKNOWN have not named their rank, refuse the oldest."""
     with contextlib.suppress(OSError):  # the client left before it was accepted
         link, _ = listener.accept()
         link.setblocking(False)
@@ -222,11 +222,11 @@ def _readable(links: Sequence[socket.socket], wait_s: float) -> list[socket.sock
 
 
 def _hear(link: socket.socket, said: bytearray) -> bytes | None:
-    """Read more of a connection's first frame, whose bytes so far are in `said`.
+    """Read more of a connection's first frame. `said` has the frame's bytes so far.
 
     Return the frame once it is complete, None before, and empty bytes if it can't be completed.
     """
-    length = int.from_bytes(said[:4], "big")  # a Connection writes the length before a frame
+    length = int.from_bytes(said[:4], "big")  # a Connection sends a frame's length before it
     size = 4
     if len(said) >= size:
         size += length
@@ -265,7 +265,7 @@ def _refuse(link: socket.socket) -> None:
 
 
 class Follower:
-    """The connection of a rank above 0."""
+    """The connection of a rank above 0 to rank 0."""
 
     def __init__(self, link: Link, exit_process: Callable[[int], Any] = os._exit) -> None:
         self._link = link

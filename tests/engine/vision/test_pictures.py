@@ -173,7 +173,7 @@ def test_the_place_is_named(box: Sandbox) -> None:
 @pytest.mark.parametrize(
     ("outcome", "error"),
     [
-        (("busy", "another takes as long"), Overloaded),
+        (("busy", "another slow call is running"), Overloaded),
         (("slow", "it waited"), Unavailable),
         (("killed", "the system ended it"), Unavailable),
         (("late", "it took over 5 seconds"), BadRequest),
