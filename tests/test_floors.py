@@ -143,7 +143,7 @@ BUDGET: dict[str, int] = {
     "cli": 1509,
     "clock": 40,
     "doctor": 495,
-    "engine": 14806,
+    "engine": 14820,
     "errors": 267,
     "ids": 6,
     "jobs": 341,
