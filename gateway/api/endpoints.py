@@ -95,7 +95,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "POST /v1/embed",
         embeddings.embed,
         summary="Turn texts into vectors, as TEI does",
-        details="The answer is nothing but the vectors, each of length 1; errors are TEI's. "
+        details="The answer is a bare list of the vectors, each of unit length; errors are TEI's. "
         "Without `model`, a loaded embedding model answers, or else the first one.",
         request=InputsRequest,
         answer=Vectors,
@@ -115,7 +115,8 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         also="/v2/rerank",
         summary="Sort documents by how well they answer a query",
         details="Takes the bodies of Cohere, Jina, vLLM, infinity, llama.cpp and, with `texts`, "
-        "[TEI's](#reranking). Takes rerank models and, scoring by cosine, embedding models.",
+        "[TEI's](#reranking). Works with rerank models, and with embedding models, whose scores "
+        "are cosines.",
         request=RerankRequest,
         form=Form("with `texts`", TextsRequest, RankedText, TextsErrorBody),
         answer=Reranking,
@@ -155,9 +156,9 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint(
         "POST /v1/decisions",
         chat.decide,
-        summary="Answer questions about an input with probabilities",
-        details="Up to 400 predicates, choices and scores, with any chat model. No text is "
-        "generated: each label gets the probability that it is the answer.",
+        summary="Answer questions about an input, as probabilities",
+        details="Up to 400 questions, each a predicate, a choice or a score, for any chat model. "
+        "No text is generated: each label gets the probability that it is the answer.",
         request=DecisionsRequest,
         answer=Decision,
         operation="decisions",
@@ -267,9 +268,10 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         summary="List the models",
         details="One entry for each id and alias. `root` is the model's id, and `parent` the base "
         "of an adapter. `state`, `bytes`, `last_used` and `error` describe the model now. "
-        "`max_model_len` (also `context_length` and, for a chat model, `max_context`) is the most "
-        "tokens of an input with its answer; null if the files are not on disk or do not say. "
-        "`verified` names the library with which answers of its family were compared. For a loaded "
+        "`max_model_len` (also `context_length` and, for a chat model, `max_context`) is the "
+        "maximum number of tokens in an input and its answer together; null if the files are not "
+        "on disk or do not say. `verified` names the library whose answers ours were compared "
+        "with, for the model's architecture. For a loaded "
         "chat model, `notes` lists settings in its files that have no effect, and `batching` says "
         "whether answers share a batch. With the header `anthropic-version`: the chat models in "
         "Anthropic's format, with `limit`, `after_id` and `before_id`.",
@@ -330,7 +332,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         dashboard.page,
         summary="Watch the gateway, and try its models, in a browser",
         details="[The page](dashboard.md) holds no data and needs no key; it asks for a key before "
-        "it shows data. Beyond loopback it is there only if API keys are set.",
+        "it shows data. Other machines can open it only if the gateway has API keys.",
         content_type="text/html",
         errors=PAGE_ERRORS,
         is_open=True,
@@ -390,7 +392,8 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "POST /admin/models/{name:path}/pin",
         partial(models.pin, is_pinned=True),
         summary="Pin a model",
-        details="Until a reload, it is not unloaded to make room, even if models.yaml allows that.",
+        details="Until models.yaml is read again, the model is not unloaded to make room, "
+        "whatever that file says.",
         answer=models.Model,
         errors=(ModelNotFound,),
         is_admin=True,
@@ -399,7 +402,8 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "POST /admin/models/{name:path}/unpin",
         partial(models.pin, is_pinned=False),
         summary="Unpin a model",
-        details="Until a reload, it may be unloaded to make room, even if models.yaml pins it.",
+        details="Until models.yaml is read again, the model may be unloaded to make room, even if "
+        "that file pins it.",
         answer=models.Model,
         errors=(ModelNotFound,),
         is_admin=True,
@@ -408,7 +412,8 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "GET /admin/samples",
         partial(dashboard.samples, is_admin=True),
         summary="Stream samples with the requests in flight and the last errors",
-        details="Like `/dashboard/samples`, and off if that is off. Requests' texts are left out.",
+        details="Like `/dashboard/samples`, without requests' texts. It is served only where "
+        "`/dashboard` is.",
         content_type="application/x-ndjson",
         errors=(TooManyWatchers,),
         is_admin=True,

@@ -58,7 +58,9 @@ class _PartFields(_ItemFields):
 
 
 class ContentPartEvent(_PartFields):
-    """The only part of a message or of a reasoning item, sent when it begins and when it ends."""
+    """The content part of a message or a reasoning item, which has exactly one. It is sent when the
+    part begins and when it ends.
+    """
 
     type: Literal["response.content_part.added", "response.content_part.done"]
     part: OutputText | ReasoningText
@@ -162,9 +164,8 @@ class ResponseWriter(BlockWriter):
         self._has_begun = False
         self._finish: str | None = None
         self._status: ItemStatus = "completed"  # the status of items when they end
-        # Logprobs of tokens whose text has not come yet, and of the open message's text so far.
-        self._new_logprobs: list[ChatTokenLogprob] = []
-        self._logprobs: list[ChatTokenLogprob] = []
+        self._new_logprobs: list[ChatTokenLogprob] = []  # those whose text no event has had yet
+        self._logprobs: list[ChatTokenLogprob] = []  # those of the open message's text so far
 
     def accept(self, sampling: Sampling) -> None:
         self._response |= {"temperature": sampling.temperature, "top_p": sampling.top_p}

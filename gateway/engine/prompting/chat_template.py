@@ -17,7 +17,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from gateway.engine.sandbox_worker import Sandbox
 from gateway.errors import BadRequest, ModelLoadFailed, Overloaded, Unavailable
 
-MOST_CHARS: Final = 1_000_000  # a text may have this many characters plus twice the input's
+MOST_CHARS: Final = 1_000_000  # the rendered text's limit: this plus two per input character
 MOST_BYTES: Final = 1 << 29  # the memory allowed: this plus eight bytes per input character
 BUSY_S: Final = 2.0  # seconds after which a caller should retry if the sandbox is busy
 HELLO: Final = ({"role": "user", "content": "Hello!"},)
@@ -31,7 +31,7 @@ class ChatTemplate:
     """A model's chat template, which renders conversations. Safe on any thread.
 
     It is rendered in this process if there is no sandbox, or if mlx-lm has a Python function for
-    the model instead of a template (`is_program`).
+    the model instead of a Jinja template (`is_program` is true then).
     """
 
     def __init__(self, wrapper: TokenizerWrapper, sandbox: Sandbox | None) -> None:
@@ -147,8 +147,8 @@ class ChatTemplate:
 
 
 def fold_late_systems(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return a copy of a conversation in which each system turn except a first one is a part of a
-    user turn.
+    """Return a copy of a conversation in which every system turn after the conversation's first
+    turn is part of a user turn.
     """
     first, *rest = [dict(message) for message in messages]
     for turn in rest:

@@ -35,7 +35,8 @@ def _count_bytes(image: Decoded) -> int:
     return len(image.pixels)
 
 
-# Images decoded lately, for all models, by a digest of the file and of the size that is wanted.
+# Images decoded lately, for all models, by a digest of the file, the wanted size and the caller's
+# salt.
 _DECODED: Final[Recent[bytes, Decoded]] = Recent(256 << 20, _count_bytes)
 
 
@@ -49,19 +50,17 @@ class ImageFormat:
     sandbox: Sandbox
     secret: bytes = _SECRET
 
-    def count(self, image: ImageInput) -> int:
-        """Return the number of an image's tokens, by its file's header. Raises as `measure`."""
-        width, height = measure(self.sandbox, image.data, image.place)
-        return self.patches.tokens(*self._size(image, width, height)) + 2
+    def read(self, image: ImageInput, salt: str = "") -> Decoded:
+        """Return an image's pixels, at the model's size. Raises as `decode` does.
 
-    def read(self, image: ImageInput) -> Decoded:
-        """Return an image's pixels, at the model's size. Raises as `decode` does."""
-        wanted = repr((image.detail, self.patches)).encode()
+        Callers with another `salt` wait for another decoding: the time tells them nothing.
+        """
+        wanted = repr((image.detail, self.patches, salt)).encode()
         name = hashlib.sha256(hashlib.sha256(wanted).digest() + image.data).digest()
         found = _DECODED.get(name)
         if found is None:
             width, height = measure(self.sandbox, image.data, image.place)
-            width, height = self._size(image, width, height)
+            width, height = self.patches.size(width, height, MOST_TOKENS[image.detail])
             rgb = decode(
                 self.sandbox, image.data, width, height, self.patches.resample, image.place
             )
@@ -82,9 +81,6 @@ class ImageFormat:
         digest = hmac.digest(self.secret, image.key, "sha256")[:_ID_BYTES]
         own = FIRST_IMAGE_ID + int.from_bytes(digest, "big")
         return [self.start, *[own] * (rows * columns // self.patches.merge**2), self.end]
-
-    def _size(self, image: ImageInput, width: int, height: int) -> tuple[int, int]:
-        return self.patches.size(width, height, MOST_TOKENS[image.detail])
 
 
 def read_image_format(
@@ -116,6 +112,7 @@ def place_images(
     text: str,
     images: Sequence[ImageInput],
     formats: ImageFormat,
+    salt: str,
     encode: Callable[[str], list[int]],
 ) -> tuple[list[int], list[ImageSpan]]:
     """Return a prompt's ids, and its spans, for a template's text with the words of images.
@@ -135,7 +132,7 @@ def place_images(
     end = 0
     for place, number in found:
         image = images[number]
-        decoded = formats.read(image)
+        decoded = formats.read(image, salt)
         marked = formats.ids(decoded)
         ids += encode(text[end:place])
         first = len(ids) + 1

@@ -15,11 +15,11 @@ from gateway.engine.vision.rotation import Positions, Rotation
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """A row of a pass: the layout of its prompt and the features of its pictures."""
+    """A row of a pass: the layout of its prompt and the features of its images."""
 
-    layout: Layout | None = None  # None for a prompt without pictures
-    # Pairs of a picture's first token and its features, (tokens, 1 + DeepStack's, hidden).
-    pictures: Sequence[tuple[int, mx.array]] = ()
+    layout: Layout | None = None  # None for a prompt without images
+    # Pairs of an image's first token and its features, (tokens, 1 + DeepStack's, hidden).
+    images: Sequence[tuple[int, mx.array]] = ()
 
     def shift(self, start: int) -> int:
         """Return the difference between position and index at a token of text."""
@@ -27,14 +27,14 @@ class Row:
 
     def parts(self, start: int, width: int) -> Iterator[tuple[slice, mx.array]]:
         """Yield the features within `width` tokens from `start` on, each with its place there."""
-        for first, features in self.pictures:
+        for first, features in self.images:
             begin, end = max(first, start), min(first + len(features), start + width)
             if begin < end:
                 yield slice(begin - start, end - start), features[begin - first : end - first]
 
 
 class SeeingDecoder:
-    """A model, prepared to read pictures. Its rope is replaced; its weights are shared."""
+    """A model, prepared to read images. Its rope is replaced; its weights are shared."""
 
     def __init__(self, model: Any, config: dict[str, Any]) -> None:
         """Raises ValueError for a model whose rope cannot turn by rows and columns."""

@@ -1,7 +1,7 @@
 """M-RoPE, which turns a decoder's queries and keys by the time, the row and the column of a token.
 
-It stands in the place of an attention's `rope`. In a pass without pictures it is that very rope, at
-the positions that the pictures before have left.
+It stands in the place of an attention's `rope`. In a pass without images it is that very rope, at
+the positions that the images before have left.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ class Positions:
 
     @property
     def points(self) -> mx.array | None:
-        """Return the position of each token, (rows, tokens, 3); None in a pass without pictures."""
+        """Return the position of each token, (rows, tokens, 3); None in a pass without images."""
         return self._points
 
     def place(self, points: mx.array | None = None, shifts: mx.array | None = None) -> None:
@@ -82,4 +82,4 @@ def _numbers(rope: Any) -> tuple[int, mx.array, float]:
     if isinstance(rope, RoPE) and not rope.traditional:
         exponents = mx.arange(0, rope.dims, 2, dtype=mx.float32) / rope.dims
         return rope.dims, rope.scale / rope.base**exponents, 1.0
-    raise ValueError(f"pictures cannot be read with a rope of the kind {type(rope).__name__}")
+    raise ValueError(f"images cannot be read with a rope of the kind {type(rope).__name__}")

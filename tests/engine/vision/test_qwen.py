@@ -53,7 +53,7 @@ def test_logits_are_those_of_transformers_in_any_chunks(opened: Opened, chunk: i
 
 def test_positions_of_text_alone_would_give_other_logits(opened: Opened) -> None:
     """The comparison with transformers is one of rows and columns too."""
-    logits, _ = opened.read(row=Row(None, opened.row.pictures))
+    logits, _ = opened.read(row=Row(None, opened.row.images))
     assert np.abs(logits - reference(opened)).max() > 1
 
 
@@ -61,12 +61,12 @@ def test_rows_and_columns_that_are_exchanged_would_give_other_logits(opened: Ope
     right = layout(opened.case)
     points = right.points[:, [0, 2, 1]]
     turned = type(right)(points, right.shift)
-    logits, _ = opened.read(row=Row(turned, opened.row.pictures))
+    logits, _ = opened.read(row=Row(turned, opened.row.images))
     assert np.abs(logits - reference(opened)).max() > 0.1
 
 
 def test_images_that_are_exchanged_would_give_other_logits(opened: Opened) -> None:
-    [(first, features), (second, others)] = opened.row.pictures
+    [(first, features), (second, others)] = opened.row.images
     few = min(len(features), len(others))
     swapped = [(first, others[:few]), (second, mx.concatenate([features[:few], others[few:]]))]
     logits, _ = opened.read(row=Row(opened.row.layout, swapped))
@@ -94,7 +94,7 @@ def test_a_pass_leaves_nothing_for_the_next_one(opened: Opened) -> None:
 def test_a_pass_that_fails_leaves_nothing_for_the_next_one(opened: Opened) -> None:
     text = mx.array([[5, 6, 7, 8]])
     before = np.array(opened.model(text))
-    start = opened.row.pictures[0][0]
+    start = opened.row.images[0][0]
     prompt = mx.array([opened.case.prompt])
     layer = opened.model.layers[0]
     norm, layer.input_layernorm = layer.input_layernorm, None
