@@ -137,7 +137,7 @@ INSIDE: dict[str, dict[str, set[str]]] = {
 # shrinks lowers its budget; only the commit that says why raises one.
 BUDGET: dict[str, int] = {
     "__main__": 2,
-    "api": 2895,
+    "api": 2899,
     "app": 1579,
     "bench": 282,
     "cli": 1509,

@@ -136,7 +136,7 @@ class ChatTokenizer:
         if not job.images:
             return self.encode(text), ()
         assert images is not None
-        return place_images(text, job.images, images, job.caller.cache_salt, self.encode)
+        return place_images(text, job.images, images, self.encode, job.caller.cache_salt)
 
     def begin(self, opening: str, ids: list[int]) -> Prompt:
         """Return a prompt with these ids. `opening` is the text at its end with which the template

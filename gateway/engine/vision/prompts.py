@@ -112,8 +112,8 @@ def place_images(
     text: str,
     images: Sequence[ImageInput],
     formats: ImageFormat,
-    salt: str,
     encode: Callable[[str], list[int]],
+    salt: str = "",
 ) -> tuple[list[int], list[ImageSpan]]:
     """Return a prompt's ids, and its spans, for a template's text with the words of images.
 
