@@ -86,7 +86,7 @@ class MlxEngines:
         self._ranks = ranks
         self._grammars = _sandbox("grammar", settings.structured_compile_timeout_s)
         self._templates = _sandbox("template", RENDER_S, quick_s=RENDER_S / 10)
-        self._images = _sandbox("image", DECODE_S)
+        self._images = _sandbox("image", DECODE_S, quick_s=DECODE_S)
         self._sandboxes = contextlib.ExitStack()
         threading.stack_size(STACK_BYTES)
         self._device = device.choose_device(settings.device)

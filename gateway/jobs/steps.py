@@ -1,5 +1,6 @@
 """The inputs and results of a chat model's engine: sequences, steps, costs, verdicts."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
@@ -181,6 +182,7 @@ class StepPlan:
     """
 
     kind: Literal["prefill", "decode"] | None = None  # the kind of the pass; None for no pass
+    encoding_s: float = math.inf  # seconds after which a prefill pass stops encoding images
     token_budget: int = 0  # about how many padded tokens a prefill pass reads
     leaving: Sequence[int] = ()  # sequences that leave, in any state
     preempting: Sequence[int] = ()  # their KV is freed; all their tokens are read again later

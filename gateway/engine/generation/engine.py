@@ -193,7 +193,7 @@ class GenerationEngine:
             self._limit_prefixes(plan.prefix_limit)
         deltas += sequences.admit(plan)
         if plan.kind == "prefill":
-            deltas += sequences.prefill(plan.token_budget)
+            deltas += sequences.prefill(plan.token_budget, plan.encoding_s)
         elif plan.kind == "decode":
             deltas += sequences.decode()
         faults = self._faults.take() if plan.kind is not None else ()

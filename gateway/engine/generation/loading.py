@@ -107,19 +107,20 @@ def read_chat_setup(
             f"vocab_size is {vocab_size:,}, but no weight has more than {rows:,} rows"
         )
     shape = (shape or Shape()).completed(generation.get("structured"))
+    limit = _context(checkpoint, config, max_context)
     notes: list[str] = []
     images = None
     if isinstance(checkpoint, Checkpoint):
         notes += list_notes(config, max_context)
         if image_sandbox is not None:
             images = read_image_format(
-                checkpoint, image_sandbox, vocab_size, notes.append, image_secret
+                checkpoint, image_sandbox, vocab_size, limit, notes.append, image_secret
             )
     return ChatSetup(
         checkpoint,
         chat,
         _make_structured(chat, vocab_size, shape, sandbox),
-        max_context=_context(checkpoint, config, max_context),
+        max_context=limit,
         vocab_size=vocab_size,
         sampling_defaults=usable_sampling(generation),
         unread_formats=unread,

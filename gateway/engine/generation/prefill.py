@@ -1,5 +1,6 @@
 """Prefill: the choice of the prompts that are read together, and of the next chunk."""
 
+import math
 import time
 from collections import abc, deque
 from collections.abc import Callable, Iterable, Iterator
@@ -155,7 +156,8 @@ class Prefill:
         sight: Sight | None = None,
     ) -> None:
         self._model = model
-        self._sight, self._pass_s = sight, pass_s
+        self._sight = sight
+        self._pass_s = math.inf if pass_s is None else pass_s
         self._prefixes = prefixes
         self._max_scored = max_scored  # the most tokens of a pass that computes prompt logprobs
         self._applied = applied  # returns the context manager for a pass of rows with adapters
@@ -232,14 +234,14 @@ class Prefill:
             self._line.append(first)
         return None
 
-    def read(self, batch: PrefillBatch, budget: int) -> Pass:
+    def read(self, batch: PrefillBatch, budget: int, encoding_s: float = math.inf) -> Pass:
         """Read several prompts, or a chunk of one; requeue the batch if that one has more left.
 
-        Images are encoded first, for as long as a pass may take.
+        Images are encoded first, for up to `encoding_s` seconds.
         """
         encoding, recalled = None, 0
         if batch.sight is not None and batch.encoding is not None and not batch.is_read:
-            encoding = self._encode(batch, batch.sight, batch.encoding)
+            encoding = self._encode(batch, batch.sight, batch.encoding, encoding_s)
             recalled = encoding.recalled
         if encoding is not None and (encoding.encoded or batch.encoding is not None):
             self._line.append(batch)
@@ -259,11 +261,13 @@ class Prefill:
                 seq.images.features.clear()
         return Pass(len(batch.seqs), sum(batch.positions) - begun, padded, recalled=recalled)
 
-    def _encode(self, batch: PrefillBatch, sight: Sight, encoding: Iterator[None]) -> Pass:
-        """Encode a batch's images until a pass has taken its time, or all are encoded."""
+    def _encode(
+        self, batch: PrefillBatch, sight: Sight, encoding: Iterator[None], seconds: float
+    ) -> Pass:
+        """Encode a batch's images until the seconds are over, or all are encoded."""
         started, before = time.perf_counter(), (sight.encoded, sight.recalled)
         for _ in encoding:
-            if self._pass_s is not None and time.perf_counter() - started >= self._pass_s:
+            if time.perf_counter() - started >= min(seconds, self._pass_s):
                 break
         else:
             batch.encoding = None

@@ -3,6 +3,7 @@
 Prompts are read with mlx-lm's code. The decode step is our own: mlx-lm's `next()` does both.
 """
 
+import math
 from collections import abc, deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -217,7 +218,7 @@ class Sequences:
         self.leave(sequence_id)
         return seq.end_early()
 
-    def prefill(self, token_budget: int) -> list[Delta]:
+    def prefill(self, token_budget: int, encoding_s: float = math.inf) -> list[Delta]:
         """Read one chunk of the next prompts in the queue; start to decode those read whole."""
         batch = self._prefill.next_batch(token_budget)
         if batch is None:
@@ -225,7 +226,7 @@ class Sequences:
         # mlx-lm's batch frees buffers after each chunk, which is safe only if no step is running.
         self.synchronize()
         try:
-            self.last_pass = self._prefill.read(batch, token_budget)
+            self.last_pass = self._prefill.read(batch, token_budget, encoding_s)
             if not batch.is_read:
                 return []
             return self._start(batch)

@@ -1,6 +1,7 @@
 """An image file's size and pixels. Pillow reads it in the sandbox, and never in this process."""
 
 import hashlib
+import secrets
 from typing import Any, Final
 
 import numpy as np
@@ -11,19 +12,21 @@ from gateway.errors import BadRequest, Overloaded, Unavailable
 
 MOST_BYTES: Final = 1 << 30  # bytes of memory beside the file: 64 million pixels take 700 MB
 BUSY_S: Final = 2.0
+_KEY: Final = secrets.token_bytes(32)
 INVALID: Final = "the process that read it gave an invalid answer"
 
 
-def measure(sandbox: Sandbox, data: bytes, place: str) -> tuple[int, int]:
+def measure(sandbox: Sandbox, data: bytes, place: str, salt: str = "") -> tuple[int, int]:
     """Return an image's width and height, after the turn that its EXIF asks for.
 
     Only the header is read: pixels that are broken or missing are found by `decode`. `place` is the
-    image's place in the request.
+    image's place in the request. No caller with another `salt` learns from the time that the file
+    was read before.
 
     Raises BadRequest for a file that is not decoded, Overloaded if other images take all the time,
     and Unavailable if the system ended the process that read it, or gave it no processor.
     """
-    value = _read(sandbox, {"kind": "measure"}, data, place)
+    value = _read(sandbox, {"kind": "measure"}, data, place, salt)
     # Whoever broke into the process may have sent the size.
     match value:
         case [int(width), int(height)] if refuse_size(width, height) is None:
@@ -32,7 +35,13 @@ def measure(sandbox: Sandbox, data: bytes, place: str) -> tuple[int, int]:
 
 
 def decode(
-    sandbox: Sandbox, data: bytes, width: int, height: int, resample: str, place: str
+    sandbox: Sandbox,
+    data: bytes,
+    width: int,
+    height: int,
+    resample: str,
+    place: str,
+    salt: str = "",
 ) -> NDArray[np.uint8]:
     """Return an image's pixels at a size: (height, width, 3) of red, green and blue, read-only.
 
@@ -42,15 +51,16 @@ def decode(
     nbytes = width * height * 3
     size = {"width": width, "height": height, "resample": resample}
     request = {"kind": "decode", **size, "answer_bytes": nbytes}
-    value = _read(sandbox, request, data, place)
+    value = _read(sandbox, request, data, place, salt)
     if not isinstance(value, bytes) or len(value) != nbytes:
         raise _unreadable(place, INVALID)
     return np.frombuffer(value, np.uint8).reshape(height, width, 3)
 
 
-def _read(sandbox: Sandbox, request: dict[str, Any], data: bytes, place: str) -> Any:
+def _read(sandbox: Sandbox, request: dict[str, Any], data: bytes, place: str, salt: str) -> Any:
     """Return the value of an answer; raise the error of any other outcome."""
-    key = hashlib.blake2b(data, digest_size=32).digest()
+    # The key may get into a log: a plain hash would tell a known image.
+    key = hashlib.blake2b(salt.encode() + b"\0" + data, digest_size=32, key=_KEY).digest()
     outcome, value = sandbox({**request, "data": data, "max_bytes": MOST_BYTES}, key)
     if outcome in ("measured", "decoded"):
         return value

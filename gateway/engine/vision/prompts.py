@@ -13,7 +13,7 @@ from gateway.engine.vision.features import Recent
 from gateway.engine.vision.patches import QwenPatches, read_qwen
 from gateway.engine.vision.pictures import decode, measure
 from gateway.engine.vision.towers import tower_tensors
-from gateway.errors import BadRequest, ModelLoadFailed
+from gateway.errors import BadRequest, ContextLengthExceeded, ModelLoadFailed
 from gateway.jobs.images import FIRST_IMAGE_ID, Detail, ImageInput, ImageSpan
 
 # The most tokens of an image by its detail; the model's own files may want fewer.
@@ -41,6 +41,16 @@ _DECODED: Final[Recent[bytes, Decoded]] = Recent(256 << 20, _count_bytes)
 
 
 @dataclass(frozen=True, slots=True)
+class _Plan:
+    """The size to decode an image to; or the image, if it was decoded lately."""
+
+    name: bytes  # its key in _DECODED
+    width: int
+    height: int
+    found: Decoded | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ImageFormat:
     """How a model's images are prepared, and the tokens that stand for them in a prompt."""
 
@@ -48,28 +58,41 @@ class ImageFormat:
     start: int  # the token before an image, and the one behind it
     end: int
     sandbox: Sandbox
+    max_context: int  # tokens
     secret: bytes = _SECRET
 
-    def read(self, image: ImageInput, salt: str = "") -> Decoded:
-        """Return an image's pixels, at the model's size. Raises as `decode` does.
+    def read(self, images: Sequence[ImageInput], salt: str = "") -> list[Decoded]:
+        """Return images' pixels, at the model's sizes.
 
-        Callers with another `salt` wait for another decoding: the time tells them nothing.
+        Callers with another `salt` wait for another decoding: the time tells them nothing. Raises
+        ContextLengthExceeded before any image is decoded, and the errors of `decode`.
         """
+        plans = [self._plan(image, salt) for image in images]
+        tokens = sum(self.patches.tokens(plan.width, plan.height) for plan in plans)
+        if tokens > self.max_context:
+            raise ContextLengthExceeded(self.max_context, tokens)
+        return [self._decode(*pair, salt) for pair in zip(images, plans, strict=True)]
+
+    def _plan(self, image: ImageInput, salt: str) -> "_Plan":
         wanted = repr((image.detail, self.patches, salt)).encode()
         name = hashlib.sha256(hashlib.sha256(wanted).digest() + image.data).digest()
         found = _DECODED.get(name)
-        if found is None:
-            width, height = measure(self.sandbox, image.data, image.place)
-            width, height = self.patches.size(width, height, MOST_TOKENS[image.detail])
-            rgb = decode(
-                self.sandbox, image.data, width, height, self.patches.resample, image.place
-            )
-            grid = self.patches.grid(width, height)
-            pixels = rgb.tobytes()
-            key = hashlib.sha256(repr(grid).encode() + pixels).digest()
-            found = Decoded(key, grid, pixels)
-            _DECODED.keep(name, found)
-        return found
+        if found is not None:
+            rows, columns = (each * self.patches.patch for each in found.grid)
+            return _Plan(name, columns, rows, found)
+        sides = measure(self.sandbox, image.data, image.place, salt)
+        return _Plan(name, *self.patches.size(*sides, MOST_TOKENS[image.detail]))
+
+    def _decode(self, image: ImageInput, plan: "_Plan", salt: str) -> Decoded:
+        found = plan.found or _DECODED.get(plan.name)  # one image may stand there twice
+        if found is not None:
+            return found
+        size = plan.width, plan.height
+        rgb = decode(self.sandbox, image.data, *size, self.patches.resample, image.place, salt)
+        grid, pixels = self.patches.grid(*size), rgb.tobytes()
+        decoded = Decoded(hashlib.sha256(repr(grid).encode() + pixels).digest(), grid, pixels)
+        _DECODED.keep(plan.name, decoded)
+        return decoded
 
     def ids(self, image: Decoded) -> list[int]:
         """Return the ids that stand for an image: the mark before it, an id of its content for each
@@ -87,6 +110,7 @@ def read_image_format(
     checkpoint: Checkpoint,
     sandbox: Sandbox,
     vocab_size: int,
+    max_context: int,
     note: Callable[[str], None],
     secret: bytes | None = None,
 ) -> ImageFormat | None:
@@ -102,7 +126,9 @@ def read_image_format(
         start, end, _ = marks = [cast(Any, config.get(name)) for name in names]
         if not all(type(token) is int and 0 <= token < vocab_size for token in marks):
             raise checkpoint.failed("config.json has no ids of the tokens around images")
-        return ImageFormat(read_qwen(checkpoint), start, end, sandbox, secret or _SECRET)
+        return ImageFormat(
+            read_qwen(checkpoint), start, end, sandbox, max_context, secret or _SECRET
+        )
     except ModelLoadFailed as error:
         note(f"It reads no images: {error.message}")
         return None
@@ -127,12 +153,13 @@ def place_images(
                 "there.",
                 param=images[number].place,
             )
+    pixels = formats.read(images, salt)
     ids: list[int] = []
     spans: list[ImageSpan] = []
     end = 0
     for place, number in found:
         image = images[number]
-        decoded = formats.read(image, salt)
+        decoded = pixels[number]
         marked = formats.ids(decoded)
         ids += encode(text[end:place])
         first = len(ids) + 1

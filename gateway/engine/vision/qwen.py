@@ -4,7 +4,7 @@ tokens.
 The architecture is transformers' `Qwen3VLVisionModel`. Modules have the names of its weights.
 """
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -21,10 +21,12 @@ from gateway.engine.models.counts import MOST_WIDTH
 Grid = tuple[int, int]  # rows and columns of patches
 Angles = tuple[mx.array, mx.array]  # cosines and sines, (patches, half a head)
 
-# A layer's work is cut into parts, between which others may have the lane. A kernel without fused
-# attention, such as the CPU's, holds the scores of a part.
-MOST_PATCHES: Final = 512
-SCORE_BYTES: Final = 128 << 20
+# The work of a layer is cut into parts, between which others may have the lane.
+PART_S: Final = 0.05  # seconds of a part: a fifth of a pass, as delivered
+MOST_PATCHES: Final = 512  # patches in a part, at most
+# Scores of a part's attention. Without a fused kernel, as on a CPU, they are held, and slow.
+LEAST_SCORES: Final = 1 << 14
+MOST_SCORES: Final = 1 << 25
 
 _EPS: Final = 1e-6
 _THETA: Final = 10000.0
@@ -79,6 +81,49 @@ class QwenVision:
         return self.hidden_size * self.spatial_merge_size**2
 
 
+Work = Generator[mx.array, float | None, mx.array]
+"""Yields arrays to be evaluated, takes the seconds that each took, and returns the result."""
+
+
+class _Pace:
+    """The size of the parts of one kind of work, by the time that earlier ones took."""
+
+    def __init__(self, least: int, first: int, most: int) -> None:
+        self._least, self._most = least, most
+        self._size = first
+
+    def parts(self, count: int, cost: int, multiple: int) -> "Parts":
+        """Yield slices of `count` patches, each a multiple, which cost so much a patch; take the
+        seconds that each took.
+        """
+        at = 0
+        while at < count:
+            size = min(MOST_PATCHES, max(1, self._size // cost // multiple) * multiple)
+            seconds = yield slice(at, min(at + size, count))
+            at += size
+            if seconds is not None and seconds > PART_S:
+                self._size = max(self._least, self._size // 2)
+            elif seconds is not None and seconds < PART_S / 4:
+                self._size = min(self._most, 2 * self._size)
+
+
+Parts = Generator[slice, float | None]
+
+
+def _in_parts(parts: Parts, work: Callable[[slice], mx.array], axis: int = 0) -> Work:
+    """Do work on parts of patches, and return its outputs as one array."""
+    outputs: list[mx.array] = []
+    part: slice | None = next(parts)
+    while part is not None:
+        outputs.append(work(part))
+        seconds = yield outputs[-1]
+        try:
+            part = parts.send(seconds)
+        except StopIteration:
+            part = None
+    return mx.concatenate(outputs, axis=axis)
+
+
 class _Attention(Module):
     def __init__(self, numbers: QwenVision) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -126,22 +171,14 @@ class _Block(Module):
         self.attn = _Attention(numbers)
         self.mlp = _Mlp(numbers)
 
-    def encode(
-        self, x: mx.array, angles: Angles, parts: Sequence[slice]
-    ) -> Generator[mx.array, None, mx.array]:
-        """Return the layer's output for x, (patches, hidden). Yield each part of its work."""
-        projected: list[mx.array] = []
-        for part in parts:
-            turns = angles[0][part], angles[1][part]
-            projected.append(self.attn.project(self.norm1(x[part]), turns))
-            yield projected[-1]
-        queries, keys, values = mx.concatenate(projected, axis=2)
-        outputs: list[mx.array] = []
-        for part in parts:
-            between = x[part] + self.attn.attend(queries[:, part], keys, values)
-            outputs.append(between + self.mlp(self.norm2(between)))
-            yield outputs[-1]
-        return mx.concatenate(outputs)
+    def project(self, x: mx.array, angles: Angles) -> mx.array:
+        """Return queries, keys and values of patches, (3, heads, patches, size)."""
+        return self.attn.project(self.norm1(x), angles)
+
+    def attend(self, x: mx.array, queries: mx.array, keys: mx.array, values: mx.array) -> mx.array:
+        """Return the layer's output, (patches, hidden), for these patches among all."""
+        x = x + self.attn.attend(queries, keys, values)
+        return x + self.mlp(self.norm2(x))
 
 
 class _Merger(Module):
@@ -176,24 +213,54 @@ class QwenTower(Module):
         self.blocks = [_Block(numbers) for _ in range(numbers.depth)]
         self.merger = _Merger(numbers)
         self.deepstack_merger_list = [_Merger(numbers, is_deep=True) for _ in numbers.deepstack]
+        self._light = _Pace(4, 128, MOST_PATCHES)  # in patches
+        self._heavy = _Pace(LEAST_SCORES, 1 << 18, MOST_SCORES)  # in scores
 
-    def encode(self, patches: mx.array, grid: Grid) -> Generator[mx.array]:
-        """Yield arrays to be evaluated, each after a part of a layer, then the image's features,
-        (tokens, 1 + layers of DeepStack, hidden size of the decoder).
+    def encode(self, patches: mx.array, grid: Grid) -> Generator[mx.array, float | None]:
+        """Yield arrays to be evaluated, each a part of a layer's work, and take the seconds that
+        each took. The last array has the image's features: (tokens, 1 + layers of DeepStack, hidden
+        size of the decoder).
 
         `patches`, (patches, values of one), come in the order of tokens: those of a token's square
         one after another.
         """
-        rows, columns = _places(grid, self.numbers.spatial_merge_size)
-        x = self.patch_embed(patches.astype(self._dtype)) + self._positions(rows, columns, grid)
-        angles, parts = self._angles(rows, columns), self._parts(len(patches))
+        count, merge = len(patches), self.numbers.spatial_merge_size
+        rows, columns = _places(grid, merge)
+        cosines, sines = self._angles(rows, columns)
+
+        def light() -> Parts:
+            return self._light.parts(count, 1, merge**2)
+
+        def embed(part: slice) -> mx.array:
+            places = self._positions(rows[part], columns[part], grid)
+            embedded: mx.array = self.patch_embed(patches[part].astype(self._dtype)) + places
+            return embedded
+
+        x = yield from _in_parts(light(), embed)
         deep: list[mx.array] = []
         for number, block in enumerate(self.blocks):
-            x = yield from block.encode(x, angles, parts)
+            x = yield from self._pass_layer(block, x, (cosines, sines), light())
             if number in self.numbers.deepstack:
-                at = self.numbers.deepstack.index(number)
-                deep.append(self.deepstack_merger_list[at](x))
-        yield mx.stack([self.merger(x), *deep], axis=1)
+                merger = self.deepstack_merger_list[self.numbers.deepstack.index(number)]
+                deep.append((yield from self._merge(merger, x, light())))
+        features = yield from self._merge(self.merger, x, light())
+        yield mx.stack([features, *deep], axis=1)
+
+    def _pass_layer(self, block: _Block, x: mx.array, angles: Angles, light: Parts) -> Work:
+        def project(part: slice) -> mx.array:
+            return block.project(x[part], (angles[0][part], angles[1][part]))
+
+        queries, keys, values = yield from _in_parts(light, project, axis=2)
+        cost = len(x) * self.numbers.num_heads
+        heavy = self._heavy.parts(len(x), cost, self.numbers.spatial_merge_size**2)
+
+        def attend(part: slice) -> mx.array:
+            return block.attend(x[part], queries[:, part], keys, values)
+
+        return (yield from _in_parts(heavy, attend))
+
+    def _merge(self, merger: _Merger, x: mx.array, light: Parts) -> Work:
+        return _in_parts(light, lambda part: merger(x[part]))
 
     @property
     def token_bytes(self) -> int:
@@ -205,12 +272,6 @@ class QwenTower(Module):
     @property
     def _dtype(self) -> mx.Dtype:
         return self.blocks[0].norm1.weight.dtype
-
-    def _parts(self, patches: int) -> list[slice]:
-        """Cut patches into parts whose attention has at most SCORE_BYTES of scores."""
-        row_bytes = 4 * self.numbers.num_heads * patches
-        size = max(1, min(MOST_PATCHES, SCORE_BYTES // row_bytes))
-        return [slice(at, at + size) for at in range(0, patches, size)]
 
     def _positions(self, rows: Any, columns: Any, grid: Grid) -> mx.array:
         """Interpolate the learned positions between their four neighbours, (patches, hidden)."""

@@ -1,5 +1,6 @@
 """The images of a model's sequences: each is encoded once, and read in the place of its tokens."""
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
@@ -66,8 +67,8 @@ class Sight:
         return Images(params.images, layout, params.cache_salt)
 
     def encode(self, rows: Sequence[tuple[Images | None, int]]) -> Iterator[None]:
-        """Encode the images of sequences, except those within the tokens that are in KV already:
-        one layer of the tower at each `next`. Raises ValueError for features that are not finite.
+        """Encode the images of sequences, except those within the tokens that are in KV already: a
+        part of a layer at each `next`. Raises ValueError for features that are not finite.
         """
         for images, known in rows:
             for span in images.spans if images is not None else ():
@@ -86,10 +87,17 @@ class Sight:
         rows, columns = (each * self._preprocessing.patch for each in span.grid)
         rgb = np.frombuffer(span.pixels, np.uint8).reshape(rows, columns, 3)
         patches = mx.array(self._preprocessing.to_patches(rgb))
-        features = patches
-        for features in self._tower.encode(patches, span.grid):
+        parts = self._tower.encode(patches, span.grid)
+        part: mx.array | None = next(parts)
+        while part is not None:
+            features, started = part, time.perf_counter()
             evaluate(features)
+            seconds = time.perf_counter() - started
             yield
+            try:
+                part = parts.send(seconds)
+            except StopIteration:
+                part = None
         if not mx.all(mx.isfinite(features)).item():
             raise ValueError("the features of an image are not finite")
         self.encoded += 1

@@ -339,7 +339,7 @@ class GenerationBatcher:
             started = clock.now()
             if plan.kind == "prefill":
                 budget = self._pace.choose(is_decoding=result.decoding > 0)
-                plan = replace(plan, token_budget=budget)
+                plan = replace(plan, token_budget=budget, encoding_s=self._limits.pass_limit_s)
             else:
                 plan = replace(plan, drafters=self._gains.choose(result.decoding))
             result = self.engine.step(plan)

@@ -33,7 +33,7 @@ PATCHES = QwenPatches(
     16, 2, 2, 256 * 256, 4096 * 4096, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5), 1 / 255, "bicubic"
 )
 SMALL = replace(PATCHES, patch=4, least_pixels=64, most_pixels=4096)
-FORMAT = ImageFormat(SMALL, START, END, paint)
+FORMAT = ImageFormat(SMALL, START, END, paint, 4096)
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +58,9 @@ def test_ids_and_spans_stand_where_the_words_stood() -> None:
     prompt, spans = place_images("ab word0w word1w z", images, FORMAT, letters)
     assert [prompt[span.start - 1] for span in spans] == [START, START]
     assert [prompt[span.end] for span in spans] == [END, END]
-    assert [span.key for span in spans] == [FORMAT.read(image(each)).key for each in (CAT, DOG)]
+    assert [span.key for span in spans] == [
+        FORMAT.read([image(each)])[0].key for each in (CAT, DOG)
+    ]
     assert [span.tokens for span in spans] == [6, 6]
     text = [token for token in prompt if token < START]
     assert text == letters("ab   z")
@@ -105,14 +107,14 @@ def test_an_image_is_decoded_once_and_by_its_detail() -> None:
         return paint(request, key)
 
     formats = replace(FORMAT, sandbox=counting)
-    one, other = formats.read(image(CAT)), formats.read(image(CAT, 5))
+    one, other = formats.read([image(CAT)])[0], formats.read([image(CAT, 5)])[0]
     assert one is other
     assert asked == ["measure", "decode"]
     details: tuple[Detail, ...] = ("low", "high")
     for detail in details:
-        assert formats.read(image(CAT, detail=detail)).key == one.key
+        assert formats.read([image(CAT, detail=detail)])[0].key == one.key
     assert asked.count("decode") == 3
-    assert formats.read(image(CAT), "another caller's").key == one.key
+    assert formats.read([image(CAT)], "another caller's")[0].key == one.key
     assert asked.count("decode") == 4, "its time would tell one caller of another's image"
     assert len(formats.ids(one)) == 8
 
@@ -135,7 +137,7 @@ def test_values_least_recently_used_make_room() -> None:
 
 def test_ids_differ_by_content_by_shape_and_by_secret() -> None:
     """A process draws its secret, so nobody can look for images of one id."""
-    read = [FORMAT.read(image(each)) for each in (CAT, DOG, COW, TALL, WIDE, LARGE)]
+    read = [FORMAT.read([image(each)])[0] for each in (CAT, DOG, COW, TALL, WIDE, LARGE)]
     own = [FORMAT.ids(each)[1] for each in read]
     assert len({*own}) == len(own)
     turned = Decoded(read[0].key, read[0].grid, read[0].pixels)
@@ -155,7 +157,7 @@ def test_pixels_of_one_content_and_other_shapes_have_other_keys() -> None:
         return "decoded", b"\xff" * (request["width"] * request["height"] * 3)
 
     formats = replace(FORMAT, sandbox=white)
-    one, other = (formats.read(image(bytes(size))) for size in ([16, 32], [32, 16]))
+    one, other = (formats.read([image(bytes(size))])[0] for size in ([16, 32], [32, 16]))
     assert one.pixels == other.pixels
     assert one.key != other.key
     assert formats.ids(one)[1] != formats.ids(other)[1]
@@ -193,11 +195,11 @@ def test_an_image_that_is_not_decoded_is_refused_by_place(
 ) -> None:
     formats = answering(outcome, value)
     with pytest.raises(error) as refused:
-        formats.read(image(CAT, 7))
+        formats.read([image(CAT, 7)])
     if error is BadRequest:
         assert "input[7]" in str(refused.value)
     with pytest.raises(error):
-        formats.read(image(CAT, 7))
+        formats.read([image(CAT, 7)])
 
 
 @pytest.mark.parametrize(
@@ -209,7 +211,7 @@ def test_sizes_that_no_image_has_are_refused_by_place(measured: Any) -> None:
     """The process that reads files may be in the hands of one of them."""
     formats = answering("decoded", b"", measured)
     with pytest.raises(BadRequest, match=r"input\[7\]"):
-        formats.read(image(CAT, 7))
+        formats.read([image(CAT, 7)])
 
 
 @given(st.integers(4, 16_384), st.integers(4, 16_384), st.sampled_from(["low", "auto", "high"]))
@@ -323,3 +325,28 @@ def test_the_end_of_a_prompt_is_decoded_for_a_reader_of_answers(cold: Generation
     assert said is not None
     assert "What is <|vision_start|>" in said[0]
     assert said[0].endswith("?<|im_end|><|assistant|>")
+
+
+def test_images_beyond_the_context_are_refused_before_any_is_decoded() -> None:
+    asked: list[str] = []
+
+    def counting(request: Mapping[str, Any], key: bytes) -> tuple[str, Any]:
+        asked.append(request["kind"])
+        return paint(request, key)
+
+    formats = replace(FORMAT, sandbox=counting, max_context=11)
+    with pytest.raises(ContextLengthExceeded) as refused:
+        formats.read([image(CAT), image(DOG)])
+    assert (refused.value.tokens, asked) == (12, ["measure", "measure"])
+
+
+def test_an_image_that_stands_twice_is_decoded_once() -> None:
+    asked: list[str] = []
+
+    def counting(request: Mapping[str, Any], key: bytes) -> tuple[str, Any]:
+        asked.append(request["kind"])
+        return paint(request, key)
+
+    one, other = replace(FORMAT, sandbox=counting).read([image(COW), image(COW)])
+    assert one is other
+    assert asked.count("decode") == 1

@@ -198,7 +198,7 @@ def test_a_model_with_a_quantized_tower_is_served(tmp_path: Path, name: str) -> 
     assert told[0].ids == told[1].ids
 
 
-@pytest.mark.parametrize("most", [1, 5, 24, 100])
+@pytest.mark.parametrize("most", [4, 8, 24, 100])
 @pytest.mark.parametrize("name", DENSE)
 def test_a_layer_in_parts_gives_the_features_of_the_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, most: int
@@ -209,9 +209,21 @@ def test_a_layer_in_parts_gives_the_features_of_the_whole(
     monkeypatch.setattr(qwen, "MOST_PATCHES", most)
     for one, other in zip(encode(tower, case), whole, strict=True):
         assert mx.abs(one - other).max() < 1e-4
-    monkeypatch.setattr(qwen, "SCORE_BYTES", 4 * 2 * 24 * 3)  # bytes of three patches' scores
+    tower._heavy = qwen._Pace(1, 1, 1)  # as few patches attend at a time as can be
     for one, other in zip(encode(tower, case), whole, strict=True):
         assert mx.abs(one - other).max() < 1e-4
+
+
+def test_parts_shrink_while_they_take_long_and_grow_while_they_do_not() -> None:
+    pace = qwen._Pace(4, 128, 512)
+    sizes = []
+    for seconds in (1.0, 0.0):
+        parts = pace.parts(4096, 1, 4)
+        part = next(parts)
+        for _ in range(10):
+            sizes.append(part.stop - part.start)
+            part = parts.send(seconds)
+    assert sizes == [128, 64, 32, 16, 8, *[4] * 5, 4, 8, 16, 32, 64, 128, 256, *[512] * 3]
 
 
 @pytest.mark.parametrize("name", DENSE)
