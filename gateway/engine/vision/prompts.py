@@ -18,6 +18,7 @@ from gateway.jobs.images import FIRST_IMAGE_ID, Detail, ImageInput, ImageSpan
 
 # The most tokens of an image by its detail; the model's own files may want fewer.
 MOST_TOKENS: Final[dict[Detail, int]] = {"low": 256, "auto": 2048, "high": 8192}
+PIXEL_BYTES: Final = 256 << 20  # bytes of the images decoded lately
 _ID_BYTES: Final = 7
 _SECRET: Final = secrets.token_bytes(32)
 
@@ -37,7 +38,7 @@ def _count_bytes(image: Decoded) -> int:
 
 # Images decoded lately, for all models, by a digest of the file, the wanted size and the caller's
 # salt.
-_DECODED: Final[Recent[bytes, Decoded]] = Recent(256 << 20, _count_bytes)
+_DECODED: Final[Recent[bytes, Decoded]] = Recent(PIXEL_BYTES, _count_bytes)
 
 
 @dataclass(frozen=True, slots=True)
