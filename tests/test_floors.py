@@ -143,7 +143,7 @@ BUDGET: dict[str, int] = {
     "cli": 1509,
     "clock": 40,
     "doctor": 495,
-    "engine": 14880,
+    "engine": 14890,
     "errors": 267,
     "ids": 6,
     "jobs": 342,
