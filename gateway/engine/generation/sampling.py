@@ -66,8 +66,9 @@ class Adjustments:
                 self._bias[place] = bias
         if self._repels:
             for token in set(prompt):
-                if token < vocab_size:  # larger ids stand for images
-                    self._was_read[self._place(token)] = True
+                if token < vocab_size:  # others stand for images
+                    place = self._place(token)  # it may replace the arrays
+                    self._was_read[place] = True
 
     def __len__(self) -> int:
         return len(self._places)

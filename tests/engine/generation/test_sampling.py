@@ -11,6 +11,7 @@ import pytest
 
 from gateway.engine.generation.sampling import (
     WINDOWS,
+    Adjustments,
     Sampler,
     adjust_logits,
     choose,
@@ -263,3 +264,9 @@ def test_a_window_is_never_larger_than_the_vocabulary(vocab_size: int) -> None:
         token = chosen([one], logits, [0])[0]
         assert np.array(logits)[0, token] >= vocab_size - top_k
     assert list(WINDOWS) == sorted(WINDOWS)
+
+
+def test_a_repetition_penalty_counts_every_token_of_a_prompt_but_those_of_images() -> None:
+    prompt = [*range(100), 1 << 40, (1 << 40) + 7]
+    adjustments = Adjustments(Sampling(repetition_penalty=1.3), 128, prompt)
+    assert sorted(adjustments.ids.tolist()) == [*range(100)]
