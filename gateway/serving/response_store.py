@@ -143,10 +143,12 @@ class ResponseStore:
     @property
     def nbytes(self) -> int:
         """Return the bytes of all kept responses."""
-        return sum(owned.nbytes for owned in self._by_owner.values())
+        with self._lock:
+            return sum(owned.nbytes for owned in self._by_owner.values())
 
     def __len__(self) -> int:
-        return sum(len(owned.responses) for owned in self._by_owner.values())
+        with self._lock:
+            return sum(len(owned.responses) for owned in self._by_owner.values())
 
     def keep(self, owner: str | None, response: StoredResponse) -> bool:
         """Keep a response. Return False if the store is off or the response exceeds `max_bytes`."""
