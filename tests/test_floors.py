@@ -137,13 +137,13 @@ INSIDE: dict[str, dict[str, set[str]]] = {
 # shrinks lowers its budget; only the commit that says why raises one.
 BUDGET: dict[str, int] = {
     "__main__": 2,
-    "api": 2899,
+    "api": 2905,
     "app": 1579,
     "bench": 282,
     "cli": 1509,
     "clock": 40,
     "doctor": 495,
-    "engine": 14890,
+    "engine": 14884,
     "errors": 267,
     "ids": 6,
     "jobs": 342,

@@ -213,7 +213,7 @@ async def read_exchange(
     with time_stage(request, Stage.PARSE):
         parsed = await service.take(request, body, shape)
         asked = parsed.request
-        if b"image" in body:  # a model's files say whether it reads images
+        if b"image" in body and not service.knows_images(getattr(asked, "model", None)):
             await service.inputs.look()
         exchange = await service.run_on_body(body, translate, asked, is_large=is_large(asked))
     # Images of earlier, kept responses are not in this body, but take as much memory.

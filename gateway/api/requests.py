@@ -193,6 +193,16 @@ class Service:
             )
         return min(seconds, limit)
 
+    def knows_images(self, name: str | None) -> bool:
+        """Return True if a chat model's engine, or an earlier look at its files, says whether it
+        reads images. A name of no chat model needs no look.
+        """
+        with contextlib.suppress(GatewayError):
+            _, spec = self.chat_spec(name)
+            is_loaded = self.models.model(spec.base_spec or spec) is not None
+            return is_loaded or self.inputs.of(spec) is not None
+        return True
+
     def reads_images(self, spec: ChatSpec) -> bool:
         """Return True if a model may read images: the engine of a loaded model tells, or else the
         files. If they are not on this disk, the model may, and its engine checks once it is loaded.

@@ -37,7 +37,7 @@ _OF_SENTENCES: Final = (
     "1_Pooling/config.json",
 )
 _TEMPLATES: Final = ("chat_template.jinja", "chat_template.json")
-# The files from which a model's kind is told.
+# The files that show a model's kind.
 TELLING: Final = (
     *("config.json", "adapter_config.json", "tokenizer_config.json"),
     *(*_OF_SENTENCES, *_TEMPLATES),

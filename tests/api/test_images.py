@@ -388,3 +388,24 @@ async def test_no_image_is_shown_anywhere(
     }
     assert len(tags) == 3
     assert "<image 1,234 bytes, tag " in json.dumps(prompts[0])
+
+
+async def test_files_are_looked_at_for_images_of_an_unknown_model_alone(
+    models: Catalog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A look reads the small files of every model, and a slow disk makes it wait."""
+    looks = 0
+    inputs = ScriptedEngines.inputs
+
+    async def counting(engines: ScriptedEngines, specs: Any) -> Any:
+        nonlocal looks
+        looks += 1
+        return await inputs(engines, specs)
+
+    monkeypatch.setattr(ScriptedEngines, "inputs", counting)
+    path = "/v1/chat/completions"
+    async with served(models, ScriptedEngines()) as client:
+        before = looks
+        for _ in range(3):
+            assert (await client.post(path, json=ASK[path]("What is an image?"))).status_code == 200
+        assert looks - before <= 1

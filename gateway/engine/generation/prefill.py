@@ -192,6 +192,14 @@ class Prefill:
             seqs += _rows(entry)
         return seqs
 
+    def forget(self, seqs: abc.Sequence[Sequence]) -> None:
+        """Drop the cached KV, and the features of images: they may have caused these sequences'
+        error.
+        """
+        self._prefixes.clear()
+        if self._sight is not None:
+            self._sight.clear(seqs)
+
     def hold(self, sequence_id: int, is_held: bool) -> None:
         """Set whether a sequence is parked once it is read. Ignore an unknown id."""
         for seq in self.seqs:

@@ -491,7 +491,7 @@ class Sequences:
 
     def _blame(self, seqs: list[Sequence], error: Exception) -> list[Delta]:
         """Queue the sequences to be read again; end one that was already a suspect and alone."""
-        self._prefixes.clear()  # cached KV may have caused the error
+        self._prefill.forget(seqs)
         self._drafts.forget()
         end = self._faults.blame(seqs, error)
         if end is not None:

@@ -103,7 +103,7 @@ def read_decoder(
 
     The caller keeps texts to `context` tokens. `note` is called with a sentence for each kind of
     weights that nothing reads. Quantized weights that the device has no kernel for are dequantized,
-    and `report` is told of them. The KV is quantized elsewhere. Raises ModelLoadFailed.
+    and `report` is called with them. The KV is quantized elsewhere. Raises ModelLoadFailed.
     """
     if isinstance(checkpoint, GgufCheckpoint):
         if share is not None:

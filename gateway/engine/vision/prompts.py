@@ -74,7 +74,7 @@ class ImageFormat:
             raise ContextLengthExceeded(self.max_context, tokens)
         return [self._decode(*pair, salt) for pair in zip(images, plans, strict=True)]
 
-    def _plan(self, image: ImageInput, salt: str) -> "_Plan":
+    def _plan(self, image: ImageInput, salt: str) -> _Plan:
         wanted = repr((image.detail, self.patches, salt)).encode()
         name = hashlib.sha256(hashlib.sha256(wanted).digest() + image.data).digest()
         found = _DECODED.get(name)
@@ -84,7 +84,7 @@ class ImageFormat:
         sides = measure(self.sandbox, image.data, image.place, salt)
         return _Plan(name, *self.patches.size(*sides, MOST_TOKENS[image.detail]))
 
-    def _decode(self, image: ImageInput, plan: "_Plan", salt: str) -> Decoded:
+    def _decode(self, image: ImageInput, plan: _Plan, salt: str) -> Decoded:
         found = plan.found or _DECODED.get(plan.name)  # one image may stand there twice
         if found is not None:
             return found

@@ -4,6 +4,7 @@ tokens.
 The architecture is transformers' `Qwen3VLVisionModel`. Modules have the names of its weights.
 """
 
+import time
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -16,10 +17,12 @@ from mlx.nn.layers.embedding import Embedding
 from mlx.nn.layers.linear import Linear
 from mlx.nn.layers.normalization import LayerNorm
 
+from gateway.engine.device import evaluate
 from gateway.engine.models.counts import MOST_WIDTH
 
 Grid = tuple[int, int]  # rows and columns of patches
 Angles = tuple[mx.array, mx.array]  # cosines and sines, (patches, half a head)
+Work = Generator[None, None, mx.array]
 
 # The work of a layer is cut into parts, between which others may have the lane.
 PART_S: Final = 0.05  # seconds of a part: a fifth of a pass, as delivered
@@ -81,47 +84,23 @@ class QwenVision:
         return self.hidden_size * self.spatial_merge_size**2
 
 
-Work = Generator[mx.array, float | None, mx.array]
-"""Yields arrays to be evaluated, takes the seconds that each took, and returns the result."""
-
-
 class _Pace:
-    """The size of the parts of one kind of work, by the time that earlier ones took."""
+    """The size of the parts of one kind of work, by the time that earlier parts took."""
 
     def __init__(self, least: int, first: int, most: int) -> None:
         self._least, self._most = least, most
         self._size = first
 
-    def parts(self, count: int, cost: int, multiple: int) -> "Parts":
-        """Yield slices of `count` patches, each a multiple, which cost so much a patch; take the
-        seconds that each took.
-        """
-        at = 0
-        while at < count:
-            size = min(MOST_PATCHES, max(1, self._size // cost // multiple) * multiple)
-            seconds = yield slice(at, min(at + size, count))
-            at += size
-            if seconds is not None and seconds > PART_S:
-                self._size = max(self._least, self._size // 2)
-            elif seconds is not None and seconds < PART_S / 4:
-                self._size = min(self._most, 2 * self._size)
+    def choose(self, cost: int, multiple: int) -> int:
+        """Return the number of patches in the next part, each of which has this cost."""
+        return min(MOST_PATCHES, max(1, self._size // cost // multiple) * multiple)
 
-
-Parts = Generator[slice, float | None]
-
-
-def _in_parts(parts: Parts, work: Callable[[slice], mx.array], axis: int = 0) -> Work:
-    """Do work on parts of patches, and return its outputs as one array."""
-    outputs: list[mx.array] = []
-    part: slice | None = next(parts)
-    while part is not None:
-        outputs.append(work(part))
-        seconds = yield outputs[-1]
-        try:
-            part = parts.send(seconds)
-        except StopIteration:
-            part = None
-    return mx.concatenate(outputs, axis=axis)
+    def note(self, seconds: float) -> None:
+        """Note the time that a part took."""
+        if seconds > PART_S:
+            self._size = max(self._least, self._size // 2)
+        elif seconds < PART_S / 4:
+            self._size = min(self._most, 2 * self._size)
 
 
 class _Attention(Module):
@@ -216,51 +195,67 @@ class QwenTower(Module):
         self._light = _Pace(4, 128, MOST_PATCHES)  # in patches
         self._heavy = _Pace(LEAST_SCORES, 1 << 18, MOST_SCORES)  # in scores
 
-    def encode(self, patches: mx.array, grid: Grid) -> Generator[mx.array, float | None]:
-        """Yield arrays to be evaluated, each a part of a layer's work, and take the seconds that
-        each took. The last array has the image's features: (tokens, 1 + layers of DeepStack, hidden
-        size of the decoder).
+    def encode(self, patches: mx.array, grid: Grid) -> Work:
+        """Return an image's features, (tokens, 1 + layers of DeepStack, hidden size of the
+        decoder). Yield after each part of the work.
 
         `patches`, (patches, values of one), come in the order of tokens: those of a token's square
         one after another.
         """
-        count, merge = len(patches), self.numbers.spatial_merge_size
-        rows, columns = _places(grid, merge)
-        cosines, sines = self._angles(rows, columns)
-
-        def light() -> Parts:
-            return self._light.parts(count, 1, merge**2)
+        rows, columns = _places(grid, self.numbers.spatial_merge_size)
+        angles = self._angles(rows, columns)
 
         def embed(part: slice) -> mx.array:
             places = self._positions(rows[part], columns[part], grid)
             embedded: mx.array = self.patch_embed(patches[part].astype(self._dtype)) + places
             return embedded
 
-        x = yield from _in_parts(light(), embed)
+        x = yield from self._in_parts(self._light, len(patches), embed)
         deep: list[mx.array] = []
         for number, block in enumerate(self.blocks):
-            x = yield from self._pass_layer(block, x, (cosines, sines), light())
+            x = yield from self._pass_layer(block, x, angles)
             if number in self.numbers.deepstack:
                 merger = self.deepstack_merger_list[self.numbers.deepstack.index(number)]
-                deep.append((yield from self._merge(merger, x, light())))
-        features = yield from self._merge(self.merger, x, light())
-        yield mx.stack([features, *deep], axis=1)
+                deep.append((yield from self._merge(merger, x)))
+        features = yield from self._merge(self.merger, x)
+        return mx.stack([features, *deep], axis=1)
 
-    def _pass_layer(self, block: _Block, x: mx.array, angles: Angles, light: Parts) -> Work:
+    def _pass_layer(self, block: _Block, x: mx.array, angles: Angles) -> Work:
         def project(part: slice) -> mx.array:
             return block.project(x[part], (angles[0][part], angles[1][part]))
-
-        queries, keys, values = yield from _in_parts(light, project, axis=2)
-        cost = len(x) * self.numbers.num_heads
-        heavy = self._heavy.parts(len(x), cost, self.numbers.spatial_merge_size**2)
 
         def attend(part: slice) -> mx.array:
             return block.attend(x[part], queries[:, part], keys, values)
 
-        return (yield from _in_parts(heavy, attend))
+        projected = yield from self._in_parts(self._light, len(x), project, axis=2)
+        queries, keys, values = projected
+        cost = len(x) * self.numbers.num_heads
+        return (yield from self._in_parts(self._heavy, len(x), attend, cost=cost))
 
-    def _merge(self, merger: _Merger, x: mx.array, light: Parts) -> Work:
-        return _in_parts(light, lambda part: merger(x[part]))
+    def _merge(self, merger: _Merger, x: mx.array) -> Work:
+        return self._in_parts(self._light, len(x), lambda part: merger(x[part]))
+
+    def _in_parts(
+        self,
+        pace: _Pace,
+        count: int,
+        work: Callable[[slice], mx.array],
+        *,
+        cost: int = 1,
+        axis: int = 0,
+    ) -> Work:
+        """Do work on parts of `count` patches, none of which cuts a token; join the outputs."""
+        outputs: list[mx.array] = []
+        start = 0
+        while start < count:
+            size = pace.choose(cost, self.numbers.spatial_merge_size**2)
+            began = time.perf_counter()
+            outputs.append(work(slice(start, min(start + size, count))))
+            evaluate(outputs[-1])
+            pace.note(time.perf_counter() - began)
+            start += size
+            yield
+        return mx.concatenate(outputs, axis=axis)
 
     @property
     def token_bytes(self) -> int:

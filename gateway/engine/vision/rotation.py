@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import mlx.core as mx
+import numpy as np
 from mlx.nn.layers.base import Module
 from mlx.nn.layers.positional_encoding import RoPE
 from mlx_lm.models.rope_utils import YarnRoPE
@@ -52,11 +53,9 @@ class Rotation(Module):
         super().__init__()  # type: ignore[no-untyped-call]
         self._rope, self._positions = rope, positions
         self._dims, self._frequencies, self._scale = _numbers(rope)
-        axes = [0] * (self._dims // 2)
+        axes = np.zeros(self._dims // 2, np.int32)
         for axis in range(1, _AXES):
-            axes[axis : _AXES * sections[axis] : _AXES] = [axis] * len(
-                axes[axis : _AXES * sections[axis] : _AXES]
-            )
+            axes[axis : _AXES * sections[axis] : _AXES] = axis
         self._axes = mx.array(axes)
 
     def __call__(self, x: mx.array, offset: int | mx.array = 0) -> mx.array:

@@ -1,6 +1,5 @@
 """The images of a model's sequences: each is encoded once, and read in the place of its tokens."""
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
@@ -14,7 +13,7 @@ from gateway.engine.models.decoders import parameters
 from gateway.engine.vision.features import Images, Recent, SeenSequence
 from gateway.engine.vision.layout import lay_out
 from gateway.engine.vision.patches import CHANNELS, QwenPatches
-from gateway.engine.vision.qwen import QwenTower, QwenVision
+from gateway.engine.vision.qwen import QwenTower, QwenVision, Work
 from gateway.engine.vision.reading import Row, SeeingDecoder
 from gateway.jobs.images import FIRST_IMAGE_ID, ImageSpan
 from gateway.jobs.steps import ImageCost, SequenceParams
@@ -83,21 +82,12 @@ class Sight:
                     self.recalled += 1
                 images.features[span.start] = features
 
-    def _encode(self, span: ImageSpan) -> Any:
+    def _encode(self, span: ImageSpan) -> Work:
         rows, columns = (each * self._preprocessing.patch for each in span.grid)
         rgb = np.frombuffer(span.pixels, np.uint8).reshape(rows, columns, 3)
         patches = mx.array(self._preprocessing.to_patches(rgb))
-        parts = self._tower.encode(patches, span.grid)
-        part: mx.array | None = next(parts)
-        while part is not None:
-            features, started = part, time.perf_counter()
-            evaluate(features)
-            seconds = time.perf_counter() - started
-            yield
-            try:
-                part = parts.send(seconds)
-            except StopIteration:
-                part = None
+        features = yield from self._tower.encode(patches, span.grid)
+        evaluate(features)
         if not mx.all(mx.isfinite(features)).item():
             raise ValueError("the features of an image are not finite")
         self.encoded += 1
@@ -132,9 +122,12 @@ class Sight:
         with self._decoder.placed(rows, behind):
             yield
 
-    def clear(self) -> None:
-        """Drop the features of earlier images."""
+    def clear(self, seqs: Sequence[SeenSequence] = ()) -> None:
+        """Drop the features of earlier images, and those of these sequences."""
         self._kept.clear()
+        for seq in seqs:
+            if seq.images is not None:
+                seq.images.features.clear()
 
     def close(self) -> None:
         """Release every array."""

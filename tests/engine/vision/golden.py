@@ -15,7 +15,7 @@ from gateway.engine.device import Device
 from gateway.engine.models.checkpoint import Checkpoint
 from gateway.engine.models.decoders import Numbers, read_decoder
 from gateway.engine.vision.layout import Layout, lay_out
-from gateway.engine.vision.qwen import QwenTower
+from gateway.engine.vision.qwen import QwenTower, Work
 from gateway.engine.vision.reading import Row, SeeingDecoder
 from gateway.engine.vision.towers import open_tower
 from tests.golden_vision import IMAGE, Case
@@ -43,7 +43,17 @@ def read_tower(folder: Path, dtype: str | None = None, *, is_packed: bool = Fals
 def encode(tower: QwenTower, case: Case) -> list[mx.array]:
     """Return the features of a case's images."""
     images = zip(case.patches, case.grids, strict=True)
-    return [list(tower.encode(mx.array(each), grid))[-1] for each, grid in images]
+    return [whole(tower.encode(mx.array(each), grid)) for each, grid in images]
+
+
+def whole(work: Work) -> mx.array:
+    """Do all of a tower's work."""
+    while True:
+        try:
+            next(work)
+        except StopIteration as end:
+            features: mx.array = end.value
+            return features
 
 
 def starts(case: Case) -> list[int]:

@@ -1,6 +1,6 @@
 """A tower that fails ends the rows whose images it was to encode, and no others."""
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ import pytest
 
 from gateway.engine.device import DeviceBounds
 from gateway.engine.generation.engine import GenerationEngine
-from gateway.engine.vision.qwen import Grid
+from gateway.engine.vision.qwen import Grid, Work
 from tests.engine.generation.harness import PLENTY, Passing, Rows, answers, exchange, ids, spoil
 from tests.engine.vision.harness import (
     CAT,
@@ -37,16 +37,16 @@ class Failing:
     change: Change | None = None  # made to the features instead of an error
     left: int = 1000
 
-    def encode(self, patches: mx.array, grid: Grid) -> Generator[mx.array]:
+    def encode(self, patches: mx.array, grid: Grid) -> Work:
         is_failing = grid == TALL_GRID and self.left > 0
-        for number, array in enumerate(self.tower.encode(patches, grid)):
-            if is_failing and self.change is not None:
-                yield self.change(array)
-            elif is_failing and number == 1:
-                self.left -= 1
-                raise RuntimeError("this tower leans")
-            else:
-                yield array
+        work = self.tower.encode(patches, grid)
+        if is_failing and self.change is None:
+            next(work)
+            yield
+            self.left -= 1
+            raise RuntimeError("this tower leans")
+        features: mx.array = yield from work
+        return self.change(features) if is_failing and self.change is not None else features
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.tower, name)
@@ -153,3 +153,16 @@ def test_weights_that_are_no_numbers_end_rows_with_images_and_nothing_is_kept(
     assert engine.prefixes.count_known(params.prompt, (0, "")) == 0
     assert not engine._sequences._prefill.seqs
     engine.close()
+
+
+def test_a_fault_leaves_no_features_behind(engine: GenerationEngine) -> None:
+    """They may have caused it, as cached KV may."""
+    told = ids(alone(engine, see("What is @?", CAT)))
+    fail(engine, left=1)
+    rows = Rows(engine)
+    rows.add(see(f"How high is @? {LONG}", TALL))
+    ids(rows.finish())
+    sight = sight_of(engine)
+    encoded = sight.encoded
+    assert ids(alone(engine, see("What is @?", CAT))) == told
+    assert sight.encoded == encoded + 1
