@@ -16,6 +16,7 @@ import typer
 
 from gateway.cli import lazy
 from gateway.cli.terminal import show
+from gateway.engine.vision.families import FAMILIES
 from gateway.logs import human_bytes
 from gateway.registry import Facts, LayersKept, read_facts
 from gateway.serving.budget import LEAST_PREFIXES, bound_prefixes
@@ -51,6 +52,7 @@ class Fit:
     prefix_bytes: int
     token_bytes: int  # bytes of weights read for each token
     verified: str  # the reference that its family's answers were compared with
+    sees: bool | None  # whether it reads images here; None if no page says so
 
     @property
     def total_bytes(self) -> int:
@@ -110,8 +112,9 @@ def fit(name: str, kind: str, facts: Facts, memory_bytes: int, settings: Setting
             prefix_bytes = bound_prefixes(lazy.limits.prefix_share(memory_bytes), room, kv_bytes)
     is_whole = context in (0, facts.context)
     verified = lazy.verified_by({"model_type": facts.architecture})
+    sees = facts.images if facts.architecture in FAMILIES else False
     return Fit(
-        name, kind, weights, context, is_whole, kv_bytes, prefix_bytes, token_bytes, verified
+        name, kind, weights, context, is_whole, kv_bytes, prefix_bytes, token_bytes, verified, sees
     )
 
 
@@ -150,7 +153,7 @@ def recommend(
     budget = human_bytes(lazy.limits.budget_bytes(settings, memory_bytes))
     columns = ("Model", "Kind", "Weights", "Context", "KV", "Kept prompts", "In all")
     found = [_row(fit) for fit in fits(memory_bytes, settings) if fit.context is not None]
-    show((*columns, "Speed", "Verified"), found)
+    show((*columns, "Speed", "Images", "Verified"), found)
     unsized = [name for name, _, facts in read_facts() if facts.weights_bytes is None]
     unpinned = [name for name, _, facts in read_facts() if "revision" in facts.unread]
     print(f"note: models may take {budget}; sizes unknown: {', '.join(unsized)}", file=sys.stderr)
@@ -162,4 +165,5 @@ def _row(fit: Fit) -> tuple[str, ...]:
     context = f"{fit.context:,}{'' if fit.is_whole else ' (cut)'}" if fit.context else ""
     weights, kv, kept, total = (human_bytes(size) if size else "" for size in sizes)
     speed = fit.speed if fit.kind == "chat" else ""
-    return (fit.name, fit.kind, weights, context, kv, kept, total, speed, fit.verified)
+    sees = {True: "yes", False: "", None: "?"}[fit.sees]
+    return (fit.name, fit.kind, weights, context, kv, kept, total, speed, sees, fit.verified)

@@ -8,6 +8,7 @@ from contextlib import aclosing
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import count
+from struct import pack
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -25,8 +26,9 @@ from gateway.engine.device import Device, device_facts, gflops
 from gateway.engine.generation.self_test import bound_of
 from gateway.errors import GatewayError, InsufficientMemory
 from gateway.jobs import Caller, Vectors
-from gateway.jobs.chat import GenerateJob, Sampling
+from gateway.jobs.chat import GenerateJob, Sampling, Usage
 from gateway.jobs.embed import EmbedJob
+from gateway.jobs.images import ImageInput
 from gateway.jobs.rerank import RerankJob
 from gateway.jobs.steps import EngineFacts, KvCost, Verdict
 from gateway.logs import human_bytes
@@ -47,6 +49,7 @@ OnStage = Callable[[str, str], None]  # model, stage
 Rate = Callable[[int], Awaitable[int]]  # runs N rows at once; returns how many units they had
 MEASURED_S: Final = 1.0  # seconds to measure each speed, after an unmeasured batch
 TOKENS: Final = 24  # tokens of each answer
+IMAGE_SIDE: Final = 256  # pixels
 TEXTS_AT_ONCE: Final = (1, 32)
 ROWS_AT_ONCE: Final = (1, 8)
 _TEXTS: Final = Texts(0, (15,))
@@ -159,6 +162,7 @@ def _stages(
         "files": partial(_check_files, batcher.engine.facts),
         "formats": partial(_check_formats, batcher.engine.facts.unread_formats),
         "batch": partial(_test_batches, spec, batcher, place),
+        "images": partial(_send_image, spec, batcher),
         "widths": partial(_tell_widths, batcher),
         "speed": partial(_measure, "tokens", write, ROWS_AT_ONCE),
     }
@@ -250,6 +254,18 @@ def judge_widths(step_s: StepTimes) -> Finding:
     return Finding("widths", "ok", message, {"step_s": times})
 
 
+async def _send_image(spec: ChatSpec, batcher: GenerationBatcher) -> Finding:
+    """Have an image decoded, encoded and answered."""
+    if batcher.engine.facts.images is None:
+        return Finding("images", "skip", "it reads text." if spec.images else "`images: false`.")
+    image = ImageInput(_image(), "doctor's-image", "doctor", "image_url")
+    started = time.perf_counter()
+    usage = await _answer(spec, batcher, image.word, tokens=1, images=[image])
+    tokens, seconds = usage.image_tokens, time.perf_counter() - started
+    message = f"one of {tokens} tokens was decoded and read in {seconds:.2g} seconds."
+    return Finding("images", "ok", message, {"tokens": tokens, "seconds": seconds})
+
+
 async def _compare_rows(batcher: EmbeddingBatcher | RerankBatcher, lane: Lane) -> Finding:
     texts = _LENGTHS.part(0, 6)
     if isinstance(batcher, EmbeddingBatcher):
@@ -313,19 +329,39 @@ async def _write(
     spec: ChatSpec, batcher: GenerationBatcher, numbers: "count[int]", size: int
 ) -> int:
     """Generate `size` answers at once, each of TOKENS tokens. Return the number of all tokens."""
+    answers = (_answer(spec, batcher, _TEXTS[next(numbers)], TOKENS) for _ in range(size))
+    return sum(usage.completion_tokens for usage in await asyncio.gather(*answers))
+
+
+async def _answer(
+    spec: ChatSpec,
+    batcher: GenerationBatcher,
+    text: str,
+    tokens: int,
+    images: Sequence[ImageInput] = (),
+) -> Usage:
+    """Generate an answer of a number of tokens, and return its usage."""
     # Thinking is off, so that each model does the same kind of work.
     spec = spec.model_copy(update={"thinking": False})
-    arguments = template_args(Resolved(spec), spec)
+    job = GenerateJob(
+        caller=_caller(),
+        messages=[{"role": "user", "content": text}],
+        sampling=Sampling(temperature=0, min_tokens=tokens),
+        max_tokens=tokens,
+        template_args=template_args(Resolved(spec), spec),
+        images=images,
+    )
+    async with batcher.generate(job) as generation, aclosing(generation.deltas) as deltas:
+        async for _ in deltas:
+            pass
+        return generation.usage
 
-    async def answer() -> int:
-        job = GenerateJob(
-            caller=_caller(),
-            messages=[{"role": "user", "content": _TEXTS[next(numbers)]}],
-            sampling=Sampling(temperature=0, min_tokens=TOKENS),
-            max_tokens=TOKENS,
-            template_args=arguments,
-        )
-        async with batcher.generate(job) as generation, aclosing(generation.deltas) as deltas:
-            return sum([delta.tokens async for delta in deltas])
 
-    return sum(await asyncio.gather(*(answer() for _ in range(size))))
+def _image() -> bytes:
+    """Return a BMP of IMAGE_SIDE × IMAGE_SIDE pixels, in shades of gray."""
+    row = bytes(value for value in range(IMAGE_SIDE) for _ in "rgb")
+    sizes = len(row) * IMAGE_SIDE, 0, 0, 0, 0
+    header = pack(
+        "<2s6i2h6i", b"BM", 54 + sizes[0], 0, 54, 40, IMAGE_SIDE, IMAGE_SIDE, 1, 24, 0, *sizes
+    )
+    return header + row * IMAGE_SIDE

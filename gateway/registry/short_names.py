@@ -43,6 +43,7 @@ class Facts(Section):
     architecture: str = Field(min_length=1)  # config.json's `model_type`
     weights_bytes: int | None = Field(default=None, ge=1)
     context: int | None = Field(default=None, ge=1)
+    images: bool | None = None  # True: its files include a vision tower
     kv: tuple[LayersKept, ...] = ()
     parameters_b: float | None = Field(default=None, gt=0)  # billions, with all experts
     active_b: float | None = Field(default=None, gt=0)  # billions of parameters that a token uses

@@ -12,6 +12,7 @@ from gateway.app.engines import MlxEngines
 from gateway.doctor import trial
 from gateway.registry import load_catalog
 from tests.checkpoints import write_chat
+from tests.engine.vision.harness import write_seeing
 from tests.cli.conftest import Inside
 from tests.processes import ROOT, ran
 from tests.serving_app import served, settings
@@ -50,7 +51,7 @@ def test_tiny_models_pass_on_this_machine(
     vectors, chat = told["models"]
     assert (vectors["model"], chat["model"]) == ("vectors", "chat")
     assert _states(vectors) == {"load": "ok", "batch": "ok", "speed": "ok"}
-    others = {"files": "ok", "formats": "ok", "widths": "ok"}
+    others = {"files": "ok", "formats": "ok", "images": "skip", "widths": "ok"}
     assert _states(chat) == {**_states(vectors), **others}
     [speed] = [each for each in chat["findings"] if each["check"] == "speed"]
     assert speed["measured"]["tokens_per_s"].keys() == {"1", "8"}
@@ -73,6 +74,23 @@ def _states(model: dict[str, Any]) -> dict[str, str]:
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+def test_a_model_with_a_vision_tower_reads_an_image(
+    tmp_path: Path, inside: Inside, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trial, "MEASURED_S", 0.01)
+    write_seeing("qwen3_vl", tmp_path / "tiny")
+    source = "kind: chat, source: 'path:tiny', images: "
+    file = f"version: 1\nmodels:\n  sees: {{{source}true}}\n  blind: {{{source}false}}\n"
+    (tmp_path / "models.yaml").write_text(file)
+    done = inside(tmp_path, "doctor", "--engine", "--json")
+    assert done.returncode == 0, done.stdout
+    blind, sees = json.loads(done.stdout)["models"]
+    assert (blind["model"], _states(blind)["images"]) == ("blind", "skip")
+    [found] = [each for each in sees["findings"] if each["check"] == "images"]
+    assert (found["state"], found["measured"]["tokens"]) == ("ok", 64), found
+
+
 def test_what_cannot_be_loaded_is_a_line_each(tmp_path: Path) -> None:
     """One that is absent is skipped; one whose weights are broken fails, and one beyond the memory
     that is set is not loaded: where memory ends, Metal would end the process.

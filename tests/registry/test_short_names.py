@@ -24,6 +24,7 @@ from gateway.registry.short_names import FACTS
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "catalogue.yaml"
 FACTS_OF = {name: facts for name, _, facts in read_facts()}
+MULTIMODAL = {"qwen3_5", "qwen3_5_moe", "gemma3", "gemma4"}  # a conversion may lack the tower
 PAGE = re.compile(r"https://[\w.-]+/\S+|models\.yaml")
 
 
@@ -62,6 +63,7 @@ def test_what_is_not_said_is_named_as_unread(name: str, specs: dict[str, HubSour
         "size": facts.weights_bytes,
         "context": facts.context,
         "sampling": entry.get("sampling") if entry["kind"] == "chat" else True,
+        "images": facts.images if facts.architecture in MULTIMODAL else True,
     }
     # A fact from the id's own page has no address.
     unread = {*facts.unread} - {"page"}
