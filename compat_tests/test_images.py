@@ -81,8 +81,8 @@ def test_openais_responses_keep_an_image(client: OpenAI) -> None:
     assert second.usage is not None
     assert alone.usage is not None
     assert second.usage.input_tokens > first.usage.input_tokens > alone.usage.input_tokens
-    call = {"type": "function_call", "call_id": "c1", "name": "screenshot", "arguments": "{}"}
-    output = {"type": "function_call_output", "call_id": "c1", "output": content}
+    call: Any = {"type": "function_call", "call_id": "c1", "name": "screenshot", "arguments": "{}"}
+    output: Any = {"type": "function_call_output", "call_id": "c1", "output": content}
     told = client.responses.create(**asked, input=[call, output])
     assert told.usage is not None
     details: Any = told.usage.input_tokens_details
