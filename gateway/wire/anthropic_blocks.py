@@ -214,7 +214,7 @@ def _placed(messages: Sequence[InputMessage], images: ImageReader) -> Iterator[_
 def _not_served(kind: str, place: str, where: str) -> BadRequest:
     return BadRequest(
         f"Invalid '{place}': a block of type '{kind[:64]}' is not served {where}; "
-        "this gateway reads text.",
+        "text and images are.",
         param=place,
     )
 

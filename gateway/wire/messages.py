@@ -110,6 +110,13 @@ class Message(Part):
     reasoning: Thoughts = None  # vLLM's and OpenRouter's name
 
     @property
+    def has_text(self) -> bool:
+        if self.content is None or isinstance(self.content, str):
+            return bool(self.content)
+        texts = (part for part in self.content if isinstance(part, ContentPart))
+        return any(part.text or part.refusal for part in texts)
+
+    @property
     def thoughts(self) -> str:
         """Return the assistant's thoughts, empty if it has none."""
         texts = (self.reasoning_content, self.reasoning) if self.role == "assistant" else ()
@@ -138,7 +145,7 @@ def is_continuation(messages: Sequence[Message], *, requested: bool) -> bool:
     if not (requested or last.prefix):
         return False
     place = f"messages[{len(earlier)}]"
-    if last.role != "assistant" or last.tool_calls or not _text(last, place):
+    if last.role != "assistant" or last.tool_calls or not last.has_text:
         raise BadRequest(
             f"Invalid '{place}': an answer is continued from an assistant's message that has text "
             "and no 'tool_calls'.",
@@ -195,7 +202,7 @@ def _turn(message: Message, place: str, images: ImageReader) -> dict[str, Any]:
     return turn
 
 
-def _text(message: Message, place: str, images: ImageReader = REFUSING) -> str:
+def _text(message: Message, place: str, images: ImageReader) -> str:
     if message.content is None or isinstance(message.content, str):
         return message.content or ""
     is_earlier = message.role in ("assistant", "tool", "function")
@@ -223,8 +230,8 @@ def join_texts(
             continue
         if isinstance(part, Skipped) or part.type not in part.fields:
             raise BadRequest(
-                f"Invalid '{place}': a part of type '{part.type}' is not served; "
-                "this gateway reads text.",
+                f"Invalid '{place}[{i}]': a part of type '{part.type}' is not served; "
+                "text and images are.",
                 param=place,
             )
         field = part.fields[part.type]

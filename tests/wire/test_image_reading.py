@@ -515,3 +515,31 @@ def test_a_log_shows_texts_and_thousands() -> None:
     assert images.hide_images(fields) == fields
     (shown,) = images.hide_images([block(data)])
     assert shown.startswith("<image 1,204,113 bytes, tag ")
+
+
+@pytest.mark.parametrize(
+    ("content", "place", "words"),
+    [
+        ([TEXT, image_url(URL)], "messages[1].content[1]", PLACE),
+        ([image_url(URL)], "messages[1]", "a message that has text"),
+        ([{"type": "input_audio"}], "messages[1]", "a message that has text"),
+    ],
+)
+def test_an_answer_is_not_continued_from_an_image(content: Any, place: str, words: str) -> None:
+    turns = [*user(TEXT), {"role": "assistant", "content": content}]
+    asked = {"continue_final_message": True, "add_generation_prompt": False}
+    with pytest.raises(BadRequest, match=re.escape(f"Invalid '{place}'")) as refused:
+        chat_job(turns, reader(), **asked)
+    assert words.replace("a message", "an assistant's message") in str(refused.value)
+
+
+def test_an_answer_is_continued_from_a_refusal() -> None:
+    turns = [*user(TEXT), {"role": "assistant", "content": [{"type": "refusal", "refusal": "No"}]}]
+    asked = {"continue_final_message": True, "add_generation_prompt": False}
+    assert chat_job(turns, reader(), **asked).continues
+
+
+@pytest.mark.parametrize("kind", ["video_url", "input_audio", "file"])
+def test_another_kind_of_part_is_refused_by_its_place(kind: str) -> None:
+    with pytest.raises(BadRequest, match=r"messages\[0\]\.content\[1\].*text and images are\."):
+        chat_job(user(TEXT, {"type": kind}), reader())
