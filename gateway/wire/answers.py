@@ -19,13 +19,13 @@ class Answer:
 
     choices: Sequence[Sequence[Delta]]  # the deltas of each choice
     usage: Usage
-    verdicts: Sequence[SchemaVerdict | None] = (None,)  # the verdict on each choice
+    verdicts: Sequence[SchemaVerdict | None] = (None,)
 
 
 class AnswerWriter(ABC):
     """Writes one answer, either as the events of a stream or as a whole."""
 
-    # Whether each event is named after its type. If not, `[DONE]` follows the last event.
+    # Whether events are named after their types; otherwise, `[DONE]` ends the stream.
     names_events: ClassVar[bool] = False
     # The event that keeps a silent stream alive, or None for a comment.
     ping: ClassVar[Event | None] = None
@@ -51,7 +51,7 @@ class AnswerWriter(ABC):
 
     @abstractmethod
     def whole(self, answer: Answer) -> object:
-        """Return the JSON of an answer that is not streamed."""
+        """Return the answer as one JSON value."""
 
 
 class ChunkWriter(AnswerWriter):
@@ -85,8 +85,8 @@ class Block:
     """A part of an answer: reasoning, text, or one tool call."""
 
     kind: BlockKind
-    index: int  # the block's position in the answer
-    call: CallDelta | None = None  # the call's first piece; None for reasoning or text
+    index: int
+    call: CallDelta | None = None  # the first piece of a call
     id: str = ""  # empty if the API gives blocks no ids
     pieces: list[str] = field(default_factory=list)
 
@@ -96,7 +96,6 @@ class Block:
         return "".join(self.pieces)
 
     def continues(self, kind: BlockKind, call: CallDelta | None) -> bool:
-        """Return True if a new piece belongs to this block."""
         if self.call is None or call is None:
             return self.kind == kind
         return self.call.index == call.index

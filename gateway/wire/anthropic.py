@@ -1,4 +1,4 @@
-"""Anthropic's POST /v1/messages: request → GenerateJob; the form of answers, errors and models."""
+"""The requests, answers, errors and models of Anthropic's Messages API."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -42,7 +42,7 @@ from gateway.wire.tools import (
 )
 from gateway.wire.validation import Part, Request, check_length, find_place, read_limit
 
-Thoughts = Literal["whole", "signed", "none"]  # `signed`: only the signature
+Thoughts = Literal["whole", "signed", "none"]  # `signed` shows only the signature
 
 
 class ThinkingConfig(Part):
@@ -138,7 +138,6 @@ class CountMessageTokensRequest(Request):
 
     @property
     def thoughts(self) -> Thoughts:
-        """Return how much of the model's thinking the answer shows."""
         # Clients that send no `thinking` take the first block for the text.
         if self.thinking is None or self.thinking.type == "disabled":
             return "none"
@@ -276,11 +275,11 @@ class AnthropicOutputTokensDetails(TypedDict):
 
 
 class MessageUsage(TypedDict):
-    """The numbers of tokens read and written. The first three add up to the prompt's tokens."""
+    """The numbers of tokens read and written."""
 
     input_tokens: int  # neither read from the prefix cache nor newly kept in it
-    cache_creation_input_tokens: int  # newly kept in the prefix cache
-    cache_read_input_tokens: int  # read from the prefix cache
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
     cache_creation: None
     inference_geo: None
     output_tokens: int

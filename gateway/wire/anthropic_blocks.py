@@ -15,7 +15,7 @@ from gateway.wire.validation import IMAGE_TYPES, KNOWN, OTHER, Part, Skipped, by
 
 # Claude Code's first system block changes with every session, so prompts would share no prefix.
 NOT_FOR_MODELS = "x-anthropic-billing-header:"
-_HINTS = frozenset({"cache_control", "citations"})  # hints about caching and sources
+_HINTS = frozenset({"cache_control", "citations"})
 _READABLE = ("text", "document", "search_result")
 RESULT_PARTS = (*_READABLE, "tool_reference")
 BLOCKS = (
@@ -63,7 +63,7 @@ class ResultPart(Readable):
 
     type: Label = Field(json_schema_extra={"enum": list(RESULT_PARTS)})
     content: Texts | None = None
-    tool_name: Label | None = None  # the tool that a tool search found
+    tool_name: Label | None = None
 
 
 class OtherPart(Skipped):
@@ -99,7 +99,7 @@ class InputBlock(Readable):
 
     @property
     def unread(self) -> frozenset[str]:
-        """Return `input` unless it is an object, since the model then reads another value."""
+        """Count `input` as ignored unless it is an object."""
         return frozenset(() if isinstance(self.input, dict) else {"input"})
 
 
@@ -127,7 +127,7 @@ SystemPrompt = str | Texts
 
 class _Placed(NamedTuple):
     role: str
-    place: str  # the block's place in the request, for errors
+    place: str
     block: InputBlock
 
 

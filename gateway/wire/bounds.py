@@ -14,14 +14,14 @@ from pydantic_core import PydanticKnownError
 T = TypeVar("T")
 
 ORJSON_DEPTH = 254  # the most levels that orjson writes
-INNER_DEPTH = 64  # the most levels by default, and inside a string
+INNER_DEPTH = 64  # the most levels of JSON by default
 # The most opening brackets: 16 MB of empty arrays blocked every other thread for 3 seconds.
 MAX_BRACKETS = 1_000_000
 # The most names and texts: 32 MiB of short names took 2.6 seconds to parse.
 MAX_STRINGS = 1_500_000
 # The most arrays, objects and fields: 4,096 messages have 40,000.
 MAX_PARTS = 200_000
-NAME_CHARS = 256  # the most characters of a name or an id
+NAME_CHARS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class Bounds:
 
     max_depth: int = INNER_DEPTH
     max_messages: int = 4096
-    max_schema_bytes: int = 256 * 1024  # the size of the schema's JSON
+    max_schema_bytes: int = 256 * 1024
     max_regex_chars: int = 8192
 
 
@@ -42,7 +42,7 @@ class TooDeep(ValueError):
 
 
 def parse(json: bytes | bytearray, max_depth: int = INNER_DEPTH) -> Any:
-    """Parse JSON. Raises ValueError if it is invalid or too large, TooDeep if nested too deep."""
+    """Parse JSON. Raises ValueError if it is invalid or too large, TooDeep if too deep."""
     if json.startswith(codecs.BOM_UTF8):
         json = json.removeprefix(codecs.BOM_UTF8)
     brackets = json.count(b"[") + json.count(b"{")

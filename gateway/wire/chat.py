@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: request → GenerateJob; deltas → a completion or its chunks."""
+"""The requests and answers of POST /v1/chat/completions."""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, NotRequired, cast
@@ -144,7 +144,7 @@ class ChatRequest(StructuredRequest):
         return [tool.function if isinstance(tool, ToolParam) else tool for tool in self.tools]
 
     def selection(self) -> Selection:
-        """Return the tools that may be called. Raises BadRequest for old and new fields together."""
+        """Return which tools may be called. Raises BadRequest if old and new fields are mixed."""
         if not self.functions:
             if isinstance(self.function_call, FunctionName):
                 raise BadRequest("'function_call' needs 'functions'.", param="function_call")
@@ -161,7 +161,7 @@ class ChatRequest(StructuredRequest):
         return self.thinking_token_budget
 
     def template_args(self) -> dict[str, Any]:
-        """Return the chat template's arguments; `chat_template_kwargs` override the effort's."""
+        """Return the chat template's arguments; `chat_template_kwargs` takes precedence."""
         is_one_token = (self.max_completion_tokens or self.max_tokens) == 1
         args = thinking_args(self.reasoning_effort, is_scored=self.logprobs and is_one_token)
         return {**args, **self.chat_template_kwargs}
@@ -233,10 +233,10 @@ class ChatToolCall(TypedDict):
 
 
 class ChatToolCallDelta(TypedDict):
-    """A piece of a call. The call's first piece has the id and the type."""
+    """A piece of a call."""
 
     index: int
-    id: NotRequired[str]
+    id: NotRequired[str]  # in the first piece only
     type: NotRequired[Literal["function"]]
     function: FunctionCallDelta
 

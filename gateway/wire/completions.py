@@ -1,4 +1,4 @@
-"""POST /v1/completions: prompts → GenerateJobs; deltas → a completion or its chunks."""
+"""The requests and answers of POST /v1/completions."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -160,7 +160,7 @@ class CompletionWriter(ChunkWriter):
         # The choices are in the order of the prompts.
         self._choices: list[TextChoiceWriter] = []
         for index in range(len(request.prompt) * request.n):
-            prompt = request.prompt[index // request.n]  # token ids get their text from a delta
+            prompt = request.prompt[index // request.n]  # the text of token ids comes in a delta
             echo = prompt if request.echo and isinstance(prompt, str) else ""
             self._choices.append(TextChoiceWriter(index, echo=echo, with_logprobs=has_logprobs))
 
@@ -181,7 +181,7 @@ class CompletionWriter(ChunkWriter):
 
 
 class TextChoiceWriter:
-    """Builds one choice from its deltas; `echo` begins the text."""
+    """Builds one choice, whose text begins with `echo`."""
 
     def __init__(self, index: int, *, echo: str, with_logprobs: bool) -> None:
         self._index = index
@@ -193,7 +193,6 @@ class TextChoiceWriter:
         self._finish_reason: FinishReason | None = None
 
     def add(self, delta: Delta) -> TextChoice:
-        """Add a delta, and return the choice for its chunk."""
         echo, self._echo = self._echo, ""
         scored: list[_ScoredToken] = []
         if delta.prompt is not None:
@@ -248,7 +247,7 @@ class _ScoredToken(NamedTuple):
 
 
 def _logprobs_by_text(token: TokenLogprob) -> dict[str, float]:
-    # Several tokens may have the same text; the likeliest is written last.
+    # Tokens may have the same text, so the likeliest is written last.
     by_text = {token.chosen.token: token.chosen.logprob}
     for likelihood in reversed(token.top):
         by_text[likelihood.token] = likelihood.logprob

@@ -1,7 +1,4 @@
-"""POST /v1/decisions: an input and questions → GenerateJobs; the labels' logprobs → answers.
-
-The prompt is one user message: the input as text, and then a question (docs/decisions.md).
-"""
+"""The requests and answers of POST /v1/decisions, whose prompt docs/decisions.md shows."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -23,7 +20,7 @@ from gateway.wire.responses_items import InputPart, as_items, as_parts
 from gateway.wire.validation import CharBounds, Part, Request, require
 
 MAX_QUESTIONS = 400
-MAX_LABELS = 255  # the most labels of one question
+MAX_LABELS = 255
 SLICE = 64  # the most labels of a job that has several questions
 HEAD = "Judge the following input by the question after it.\n\nInput:\n{input}\n\n"
 PREDICATE = (
@@ -157,7 +154,7 @@ def to_jobs(
 ) -> list[GenerateJob]:
     """Return the jobs of a request, each with one or several of the questions.
 
-    Raises BadRequest for missing or equal choices, and for content that is no text or too long.
+    Raises BadRequest for missing or equal options, and for content that is no text or too long.
     """
     head = HEAD.format(input=_input_text(request.input))
     questions = [_question(i, question) for i, question in enumerate(request.questions)]
@@ -181,7 +178,7 @@ def to_jobs(
 
 
 def _slice(questions: Sequence[Question]) -> list[list[Question]]:
-    """Group the questions; those of a larger group have at most SLICE labels together."""
+    """Group the questions in order. Only a single question may exceed SLICE labels."""
     slices: list[list[Question]] = []
     labels = SLICE
     for question in questions:
@@ -194,7 +191,7 @@ def _slice(questions: Sequence[Question]) -> list[list[Question]]:
 
 
 def _input_text(items: Sequence[DecisionInputItem]) -> str:
-    # Unless a user message is the only item, each item gets a heading: its role or function.
+    # A single user message needs no heading.
     if len(items) == 1 and items[0].type == "message" and items[0].role == "user":
         return _text(items[0].content, "input[0].content")
     names: dict[tuple[str, str], str] = {}
@@ -262,7 +259,7 @@ def _question(number: int, param: QuestionParam) -> Question:
 
 
 def _labels(values: Sequence[str | bool]) -> list[str]:
-    # Strings are only quoted if one of them is spelled like a boolean among the values.
+    # Strings are quoted if one of them looks like a boolean among the values.
     spelled = {str(value).lower() for value in values if isinstance(value, bool)}
     is_quoted = any(value in spelled for value in values if isinstance(value, str))
     return [

@@ -1,4 +1,4 @@
-"""POST /v1/embeddings, and TEI's /embed: request → EmbedJob; vectors → JSON."""
+"""The requests and answers of POST /v1/embeddings, and of TEI's /embed."""
 
 import base64
 from collections.abc import Iterator
@@ -104,7 +104,7 @@ def to_job(
 
 
 class Embedding(TypedDict):
-    """The vector of one input: numbers, or base64 of little-endian float32."""
+    """The vector of one input, as numbers or as base64 of little-endian float32."""
 
     object: Literal["embedding"]
     index: int
@@ -132,11 +132,11 @@ class Embeddings(TypedDict):
     usage: EmbeddingUsage
 
 
-Vectors = TypeAliasType("Vectors", list[list[float]])  # TEI's answer
+Vectors = TypeAliasType("Vectors", list[list[float]])
 
 
 class PoolingInfo(TypedDict):
-    """How a model pools its token vectors; null if models.yaml doesn't say."""
+    """How a model pools its token vectors, or null if models.yaml doesn't say."""
 
     pooling: str | None
 
@@ -172,7 +172,6 @@ def write_vectors(answer: Embedded) -> Iterator[bytes]:
 
 def write_pieces(answer: Embedded, *, name: str, model: str, encoding: str) -> Iterator[bytes]:
     """Yield the JSON of OpenAI's answer in pieces, which take a few milliseconds each."""
-    # OpenAI's SDKs read base64 as little-endian float32.
     vectors = np.ascontiguousarray(answer.vectors, dtype="<f4")
     rows = max(1, PIECE_FLOATS // vectors.shape[1])
     usage = usage_dict(answer.prompt_tokens)

@@ -41,11 +41,11 @@ StopTexts = Annotated[list[StopText], FAIL_FAST, Field(max_length=MAX_STOPS)]
 
 def read_stops(value: str | list[str]) -> Sequence[str]:
     texts = [value] if isinstance(value, str) else value
-    return tuple(filter(None, texts))  # an empty text has no effect
+    return tuple(filter(None, texts))
 
 
 def _read_token_limit(value: object) -> object:
-    """Read 12.0 as 12, and -1 as no limit."""
+    # JSON has one type of number, so 12.0 is an integer. Other servers take -1 as no limit.
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if type(value) is int and value == -1:
@@ -69,7 +69,7 @@ Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 
 
 def read_sampling(request: Request, names: set[str], defaults: Sampling) -> Sampling:
-    """Return `defaults`, changed by the request's fields among `names`."""
+    """Return `defaults`, overridden by the fields in `names` that the request has."""
     fields = request.model_dump(include=names, exclude_none=True)
     if fields.get("top_k") == -1:  # vLLM's value for all tokens
         fields["top_k"] = 0
@@ -129,7 +129,7 @@ class SampledRequest(Request):
 
 
 def read_tier(name: str) -> Tier:
-    """Return the tier of a `service_tier`: the default for tiers that the gateway lacks."""
+    """Return the tier of a `service_tier`, or the default for a tier that the gateway lacks."""
     return Tier(name) if name in list(Tier) else Tier.DEFAULT
 
 
@@ -190,7 +190,7 @@ class StructuredOutputs(Form):
     """The answer's format, as vLLM's API writes it."""
 
     json_: Annotated[SchemaOrText | None, Field(alias="json")] = None
-    json_object: bool | None = None  # false has no effect
+    json_object: bool | None = None
     regex: Regex | None = None
     choice: ChoiceTexts | None = None
     grammar: GrammarText | None = None
@@ -243,7 +243,7 @@ def json_schema(
 
 def one_form(forms: Sequence[tuple[str, Grammar]]) -> tuple[str, Grammar]:
     """Return the first field's name and grammar. Raises BadRequest if the formats differ."""
-    # Clients for several servers repeat the format in the field of each server.
+    # Clients for several servers set the field of each server.
     (name, grammar), *others = forms
     for other_name, other in others:
         if _meaning(other) != _meaning(grammar):
@@ -266,7 +266,6 @@ class StructuredRequest(SampledRequest):
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    # vLLM's older fields.
     guided_json: SchemaOrText | None = None
     guided_regex: Regex | None = None
     guided_choice: ChoiceTexts | None = None
@@ -311,8 +310,7 @@ def require_free(grammar: Grammar | None, form_param: str, calling: Calling | No
 
 
 def schema_from_prompt(grammar: Grammar | None, prompt: str) -> Grammar | None:
-    """Return the grammar of a schema at the end of the prompt, or else `grammar`."""
-    # Some clients only write the schema into the prompt, and small models do not follow it there.
+    # Some clients write the schema into the prompt, where small models do not follow it.
     if grammar != ANY_OBJECT:
         return grammar
     try:
@@ -331,13 +329,13 @@ class StreamOptions(Part):
     include_usage: bool = False
 
 
-THINKING_BUDGET = "thinking_token_budget"  # vLLM's name; 0 ends the thinking at once
+THINKING_BUDGET = "thinking_token_budget"  # vLLM's name
 ThinkingTokenBudget = Annotated[int, Field(ge=0)] | None
 NO_BUDGETS: Mapping[str, int] = MappingProxyType({})
 
 
 def read_budget(asked: int | None, effort: str | None, own: Mapping[str, int]) -> int | None:
-    """Return the most thinking tokens: the number `asked` for, or the effort's in `own`."""
+    """Return `asked`, or else the model's limit of thinking tokens for this effort."""
     if asked is not None:
         return asked
     default = own.get("default")
@@ -348,8 +346,7 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 def thinking_args(effort: Effort | None, *, is_scored: bool) -> dict[str, Any]:
-    """Return the chat template's arguments for an effort."""
-    # A request for the logprobs of one token (`is_scored`) needs a token of the answer.
+    # A request for the logprobs of one token (`is_scored`) wants no thinking.
     if is_scored or effort in ("none", "minimal"):
         return {"enable_thinking": False}
     if effort is None:
@@ -414,7 +411,7 @@ class SchemaVerdict(TypedDict):
     """How well an answer was held to its schema."""
 
     unenforced: list[str]  # parts of the schema that no grammar enforced
-    schema_valid: bool | None  # whether the answer matches the schema; null if unknown
+    schema_valid: bool | None  # null if unknown
 
 
 def logprobs_dict(logprobs: Sequence[TokenLogprob]) -> ChoiceLogprobs:

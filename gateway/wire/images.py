@@ -24,7 +24,7 @@ _DETAILS: Final[Mapping[object, Detail]] = {
 }
 _HEADER = re.compile(r"data:[^,]{0,1024};base64,", re.IGNORECASE)
 _BLANKS = " \t\n\v\f\r"
-# The base64 digits decoded at once, a multiple of four: the decoder holds the GIL.
+# The base64 digits, a multiple of four, to decode at once: the decoder holds the GIL.
 _SLICE = 1 << 20
 _TAG_KEY = secrets.token_bytes(32)
 
@@ -39,7 +39,7 @@ class ImageLimits:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """The base64 of an image: the part of `text` from `start` on."""
+    """The base64 of an image, from `start` on in `text`."""
 
     text: str
     start: int
@@ -70,19 +70,19 @@ class _Source:
 
 
 class ImageReader:
-    """Collects the images of a request; a random word marks the place of each image in the text.
+    """Collects the images of a request, and puts a random word in the place of each.
 
     Without limits, every image is refused.
     """
 
     def __init__(self, limits: ImageLimits | None = None) -> None:
         self._limits = limits
-        # No client can put such a word into its text, since the secret is new for each request.
+        # Clients cannot write such a word, since the secret is new for each request.
         self._secret = secrets.token_hex(16)
-        self._found: list[tuple[_Source, ImageInput]] = []  # not decoded yet
+        self._found: list[tuple[_Source, ImageInput]] = []
 
     def check(self, kind: str, place: str, role: str, *, param: str | None = None) -> None:
-        """Raise BadRequest if the model, or a turn with this role, may have no images."""
+        """Raise BadRequest if this model or this role may not have images."""
         if self._limits is None:
             raise ImageRefused(kind, place, param or place)
         if role not in _READ:

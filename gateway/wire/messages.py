@@ -65,7 +65,7 @@ class Function(Part):
 
     @property
     def unread(self) -> frozenset[str]:
-        """Return `arguments` unless they are an object, since the model then reads other values."""
+        """Count `arguments` as ignored unless they are an object."""
         return frozenset({"arguments"} if parse_object(self.arguments) is None else ())
 
 
@@ -81,7 +81,6 @@ class ToolCall(Part):
     @model_validator(mode="before")
     @classmethod
     def _read_custom(cls, call: Any) -> Any:
-        """Read the input of a custom tool as an argument named `input`."""
         custom = call.get("custom") if isinstance(call, dict) else None
         if not isinstance(custom, dict) or call.get("function") is not None:
             return call
@@ -89,7 +88,6 @@ class ToolCall(Part):
         return {**call, "function": {"name": custom.get("name"), "arguments": arguments}}
 
 
-# Values that are no strings are ignored.
 Thoughts = Annotated[Any, Field(json_schema_extra={"type": "string"})]
 
 
@@ -103,13 +101,12 @@ class Message(Part):
     name: Label | None = None
     tool_calls: Annotated[list[ToolCall], FAIL_FAST, ITEM_LIMIT] | None = None
     tool_call_id: Label | None = None
-    prefix: bool | None = None  # Mistral's and DeepSeek's field: the answer continues the message
+    prefix: bool | None = None  # Mistral's and DeepSeek's field
     reasoning_content: Thoughts = None
     reasoning: Thoughts = None  # vLLM's and OpenRouter's name
 
     @property
     def thoughts(self) -> str:
-        """Return the assistant's reasoning, empty if there is none."""
         texts = (self.reasoning_content, self.reasoning) if self.role == "assistant" else ()
         given = [text for text in texts if text and isinstance(text, str)]
         return next(filter(str.strip, given), "".join(given[:1]))
@@ -231,7 +228,7 @@ def join_texts(
 
 
 def parse_object(given: object) -> dict[str, Any] | None:
-    """Return an object that is given as it is or as JSON, or else None. An empty text is {}."""
+    """Return an object that is given as it is or as JSON, or None for anything else."""
     if isinstance(given, str):
         try:
             given = parse(given.encode() or b"{}")
@@ -243,7 +240,7 @@ def parse_object(given: object) -> dict[str, Any] | None:
 def read_arguments(given: object) -> dict[str, Any]:
     """Return the arguments of an earlier call by name.
 
-    An object that was cut is closed. Any other value becomes the argument `input`.
+    JSON that was cut off is completed. Any other value becomes the argument `input`.
     """
     value = given
     if isinstance(given, str):
@@ -259,7 +256,7 @@ def read_arguments(given: object) -> dict[str, Any]:
 
 
 def _repair(json: str) -> Any:
-    """Parse JSON, closing an object that was cut. Return text that is not JSON unchanged."""
+    """Parse JSON that may be cut off, or return a text that is not JSON."""
     is_partial = json.lstrip().startswith("{")
     if json.count(":") + json.count("[") + json.count("{") > MAX_PARTS:
         return json

@@ -1,4 +1,4 @@
-"""/v1/rerank and /v1/score: request → RerankJob; scores → JSON, as Cohere, TEI or vLLM write it."""
+"""The requests and answers of /v1/rerank and /v1/score."""
 
 from collections.abc import Sequence
 from http import HTTPStatus
@@ -29,7 +29,7 @@ _DOCUMENTS: Final = {**_TEXTS, "items": {"anyOf": [_TEXT, _DOCUMENT]}}
 
 
 class TextDocument(Part):
-    """A document as an object, not a string."""
+    """A document that is an object, not a string."""
 
     text: str
 
@@ -63,7 +63,6 @@ class ScoringRequest(Request):
 
     harmless = frozenset({"user", "priority", "rank_fields"})
     kind = "rerank"
-    # The fields that have the queries and the documents.
     params: ClassVar = {"prompt": "query", "documents": "documents"}
 
     model: Annotated[Label, Field(min_length=1)] | None = None
@@ -74,7 +73,6 @@ class ScoringRequest(Request):
     use_activation: bool = True
 
     def texts_of(self, part: Literal["prompt", "documents"]) -> list[str]:
-        """Return the texts of the queries, or those of the documents."""
         value = getattr(self, self.params[part])
         if isinstance(value, str):
             return [value]
@@ -244,7 +242,6 @@ class RankedText(TypedDict):
 
 
 def write_ranked_texts(answer: Reranked, request: TextsRequest) -> list[RankedText]:
-    """Return TEI's answer: every text, best first."""
     results: list[RankedText] = []
     for index in _best_first(answer):
         result: RankedText = {"index": index, "score": float(answer.scores[index])}
@@ -299,7 +296,7 @@ def may_be_texts(body: bytes | bytearray) -> bool:
 
 
 def is_texts(body: bytes | bytearray, max_depth: int = INNER_DEPTH) -> bool:
-    """Return True for a body in TEI's format: with `texts` and without `documents`."""
+    """Return True for a body in TEI's format, with `texts` and without `documents`."""
     try:
         fields = parse(body, max_depth)
     except ValueError:  # invalid JSON is reported later

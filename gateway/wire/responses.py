@@ -1,4 +1,4 @@
-"""POST /v1/responses: request → GenerateJob, and the shape of the answer."""
+"""The requests and answers of POST /v1/responses."""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, NotRequired
@@ -51,7 +51,7 @@ from gateway.wire.tools import (
 from gateway.wire.validation import Part, check_length
 
 LOGPROBS = "message.output_text.logprobs"
-# The values of `include`; only the first has an effect.
+# The values of `include`, of which only the first has an effect.
 Includable = Literal[
     "message.output_text.logprobs",
     "reasoning.encrypted_content",
@@ -212,7 +212,7 @@ class ResponsesRequest(SampledRequest):
         return self.thinking_token_budget
 
     def template_args(self) -> dict[str, Any]:
-        """Return the chat template's arguments; `chat_template_kwargs` override the effort's."""
+        """Return the chat template's arguments; `chat_template_kwargs` takes precedence."""
         is_scored = self.max_output_tokens == 1 and self.logprobs is not None
         args = thinking_args(self.reasoning.effort, is_scored=is_scored)
         return {**args, **self.chat_template_kwargs}

@@ -67,7 +67,7 @@ class InputPart(ContentPart):
 
 
 def as_parts(value: object) -> object:
-    """Wrap each text in a part. Return other values unchanged."""
+    """Wrap each text in a part, and return other values unchanged."""
     if isinstance(value, str):
         value = [value]
     if not isinstance(value, list):
@@ -117,7 +117,7 @@ class Item(Part):
 
     @property
     def unread(self) -> frozenset[str]:
-        """Return `arguments` unless they are an object, since the model then reads other values."""
+        """Count `arguments` as ignored unless they are an object."""
         is_object = parse_object(self.arguments or "") is not None
         return frozenset(() if is_object else {"arguments"})
 
@@ -138,7 +138,7 @@ AnyItem = Annotated[
     Annotated[Item, Tag(KNOWN)] | Annotated[OtherItem, Tag(OTHER)],
     by_type(dict.fromkeys(KINDS, KNOWN)),
 ]
-# This byte never occurs in JSON: it stands for the text of an image in stored items.
+# A byte that never occurs in JSON, in place of an image's text in a stored item.
 _MARK = b"\0"
 PAGE_BYTES = 1 << 25  # the most JSON in a page of several items
 _STORED: Final[TypeAdapter[Item | OtherItem]] = TypeAdapter(AnyItem)
@@ -212,7 +212,6 @@ def _find_images(fields: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], st
 
 
 def read_item(body: bytes, images: Sequence[str] = ()) -> AnyItem:
-    """Read an item from its stored JSON."""
     fields = orjson.loads(body.replace(_MARK, b'""'))
     for (holder, key), image in zip(_find_images(fields), images, strict=bool(images)):
         holder[key] = image
@@ -220,7 +219,6 @@ def read_item(body: bytes, images: Sequence[str] = ()) -> AnyItem:
 
 
 def dump_items(items: Sequence[AnyItem], used_ids: Iterable[str]) -> list[DumpedItem]:
-    """Return the items in the form in which they are stored."""
     # Ids have to be unique, since a page starts after an id.
     seen_ids, dumped = set(used_ids), []
     for item in items:

@@ -161,7 +161,7 @@ class ResponseWriter(BlockWriter):
         self._numbers = count()
         self._has_begun = False
         self._finish: str | None = None
-        self._status: ItemStatus = "completed"  # the status of items when they end
+        self._status: ItemStatus = "completed"
         self._new_logprobs: list[ChatTokenLogprob] = []  # logprobs that no event has had yet
         self._logprobs: list[ChatTokenLogprob] = []  # logprobs of the open message so far
 

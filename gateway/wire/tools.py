@@ -179,7 +179,6 @@ class Toolset:
 
     @property
     def qualified_names(self) -> Mapping[str, QualifiedName]:
-        """Return the inverse of `names`, to translate the model's calls."""
         return {name: qualified_name for qualified_name, name in self.names.items()}
 
 
@@ -279,7 +278,7 @@ ResponseToolChoice = ChoiceMode | NamedFunction | AllowedFunctions
 class Selection(NamedTuple):
     """The functions that may be called."""
 
-    names: Sequence[str] | None = None  # None: all functions
+    names: Sequence[str] | None = None  # None for all functions
     forced: bool = False  # whether one must be called
     parallel: bool = True  # whether several may be called at once
 
@@ -289,7 +288,6 @@ def select(
     *,
     parallel: bool,
 ) -> Selection:
-    """Return the selection for a `tool_choice` of any API."""
     names: Sequence[str] | None = None
     forced = False
     match choice:
@@ -349,7 +347,7 @@ def read_tools(
 
 
 def check_input_schemas(tools: Sequence[CustomTool | ServerTool]) -> None:
-    """Raise BadRequest, as Anthropic's API words it, for a schema that is no object's."""
+    """Raise BadRequest, as Anthropic's API words it, if a schema does not describe an object."""
     for i, tool in enumerate(tools):
         if isinstance(tool, ServerTool) or tool.parameters.get("type") == "object":
             continue

@@ -23,7 +23,7 @@ from gateway.errors import BadRequest, GatewayError, UnknownParameter, Unsupport
 from gateway.errors import Part as ErrorPart
 from gateway.wire.bounds import DEFAULT, FAIL_FAST, NAME_CHARS, Bounds, Label, parse
 
-# The fields that a trace shows and OpenTelemetry's names. None may have the caller's text.
+# OpenTelemetry's names of the fields in traces. No field may have the caller's text.
 _TRACED: Mapping[str, str] = {
     **dict.fromkeys(("max_tokens", "max_completion_tokens", "max_output_tokens"), "max_tokens"),
     **{name: name for name in ("model", "stream", "seed", "temperature", "top_k", "top_p")},
@@ -39,7 +39,7 @@ FILE_TYPES = frozenset({"file", "input_file", "input_audio", "input_video", "vid
 class Request(BaseModel):
     """The body of a request."""
 
-    # Values are never coerced: "1" is not a number.
+    # Strict validation never reads a string as a number.
     model_config = ConfigDict(strict=True, extra="allow", frozen=True)
     # Known fields that are accepted without effect.
     harmless: ClassVar[frozenset[str]] = frozenset()
@@ -47,7 +47,6 @@ class Request(BaseModel):
     refused: ClassVar[Mapping[str, str]] = {}
     # Values of refused fields that are accepted without effect.
     neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {}
-    # The kind of model that answers the request.
     kind: ClassVar[Literal["chat", "embedding", "rerank"]] = "chat"
     # The field from which a part of the job comes, if their names differ.
     params: ClassVar[Mapping[ErrorPart, str]] = {}
@@ -60,7 +59,6 @@ class Request(BaseModel):
         return [name for name in names if name not in cls.harmless]
 
     def param_of(self, part: ErrorPart) -> str:
-        """Return the field that a part of the job came from."""
         return self.params.get(part, part)
 
     def locate(self, error: GatewayError) -> GatewayError:
@@ -85,7 +83,6 @@ class Request(BaseModel):
 
     @property
     def thinking_budget(self) -> int | None:
-        """Return the most thinking tokens that the request asks for."""
         return None
 
     def unserved_tools(self) -> Sequence[str]:
@@ -176,7 +173,7 @@ def read_request(
     for name, reason in shape.refused.items():
         if name in fields and not _is_one_of(fields[name], shape.neutral.get(name, ())):
             raise UnsupportedParameter(f"Unsupported parameter: '{name}'. {reason}", param=name)
-    for name in shape.harmless:  # strings in these fields are names or ids
+    for name in shape.harmless:
         text = fields.get(name)
         if isinstance(text, str) and len(text) > NAME_CHARS:
             raise BadRequest(
@@ -295,9 +292,8 @@ _GOT = {
 
 
 def _bad_request(errors: Sequence[ErrorDetails]) -> BadRequest:
-    """Return one of pydantic's errors, with OpenAI's message and code."""
     param = _path(errors[0]["loc"])
-    # A union has an error for each branch: the deepest counts, and a wrong type counts last.
+    # A union has an error for each branch. The deepest counts, preferably not a wrong type.
     of_one_field = [error for error in errors if _path(error["loc"]).startswith(param)]
     error = max(
         of_one_field, key=lambda each: (len(_steps(each["loc"])), each["type"] not in _EXPECTED)
@@ -353,14 +349,14 @@ def missing_parameter(param: str) -> BadRequest:
 
 
 def require(value: V | None, param: str) -> V:
-    """Return a field's value. Raises BadRequest if it is missing."""
+    """Return a field's value, or raise BadRequest if it is missing."""
     if value is None:
         raise missing_parameter(param)
     return value
 
 
 def read_limit(query: Mapping[str, str], most: int) -> int:
-    """Return the query's `limit`, 20 by default. Raises BadRequest for a bad one."""
+    """Return the query's `limit`, 20 by default, or raise BadRequest."""
     text = query.get("limit", "20")
     if not (text.isascii() and text.isdigit() and len(text) < 6 and 1 <= int(text) <= most):
         raise BadRequest(f"Invalid 'limit': it should be 1 to {most}.", param="limit")
@@ -368,14 +364,14 @@ def read_limit(query: Mapping[str, str], most: int) -> int:
 
 
 def find_place(ids: Sequence[str], query: Mapping[str, str], name: str, noun: str) -> int:
-    """Return the index in `ids` of the query's id. Raises BadRequest for an unknown id."""
+    """Return the index in `ids` of the query's id, or raise BadRequest."""
     if query[name] not in ids:
         raise BadRequest(f"Invalid '{name}': there is no such {noun}.", param=name)
     return ids.index(query[name])
 
 
 def _path(location: tuple[int | str, ...]) -> str:
-    """Return a field's path as OpenAI writes it: messages[0].role."""
+    """Return a field's path as OpenAI writes it, such as messages[0].role."""
     path = ""
     for step in _steps(location):
         path += f"[{step}]" if isinstance(step, int) else f".{step}"
@@ -403,7 +399,6 @@ class CharBounds:
     request: int
 
     def check(self, texts: Sequence[str], *, param: str, noun: str) -> None:
-        """Raise BadRequest if one text, or all texts together, are too long."""
         lengths = [len(text) for text in texts]
         if any(length > self.text for length in lengths):
             raise BadRequest(f"{noun} is longer than {self.text} characters.", param=param)
@@ -443,7 +438,7 @@ def _read_inputs(value: object, read: ValidatorFunctionWrapHandler) -> list[Any]
     return list(inputs)
 
 
-# Texts, or rows of token ids; a single text or row becomes a list of one.
+# One or more texts, or rows of token ids, as a list.
 Inputs = Annotated[
     _Text
     | Annotated[list[_Text], FAIL_FAST, Field(min_length=1, max_length=MAX_INPUTS)]
