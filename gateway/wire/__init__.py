@@ -1,5 +1,4 @@
-"""Requests and answers as other APIs define them, one file for each endpoint. No other room knows
-the field names of OpenAI, Anthropic and others.
+"""Requests and answers in the formats of OpenAI, Anthropic and other APIs.
 
 chat, completions, embeddings      request → job; deltas or vectors → the answer, as TypedDicts
 rerank                             query and documents → job; scores → the answer

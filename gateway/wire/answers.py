@@ -1,4 +1,4 @@
-"""Base classes that write answers: as the events of a stream, or whole."""
+"""Base classes that write an answer, streamed or whole."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -15,47 +15,47 @@ Event = Mapping[str, Any]
 
 @dataclass(slots=True)
 class Answer:
-    """A complete answer: all deltas of each choice, and the verdict on each choice, if any."""
+    """A complete answer to one request."""
 
-    choices: Sequence[Sequence[Delta]]
+    choices: Sequence[Sequence[Delta]]  # the deltas of each choice
     usage: Usage
     verdicts: Sequence[SchemaVerdict | None] = (None,)
 
 
 class AnswerWriter(ABC):
-    """Writes one answer: as the events of a stream, or whole."""
+    """Writes one answer, either as the events of a stream or as a whole."""
 
-    # True: each event is named after its type. False: `[DONE]` follows the last event.
+    # Whether events are named after their types; otherwise, `[DONE]` ends the stream.
     names_events: ClassVar[bool] = False
-    # The event that keeps a silent stream alive. None means a comment.
+    # The event that keeps a silent stream alive, or None for a comment.
     ping: ClassVar[Event | None] = None
 
     def accept(self, sampling: Sampling) -> None:  # noqa: B027, most answers do not report it
-        """Take the job's sampling, model's defaults included. Called when the job is admitted."""
+        """Take the sampling of the admitted job, with the model's defaults filled in."""
 
     @abstractmethod
     def begin(self, usage: Usage) -> Sequence[Event]:
-        """Return the events before the first delta. `usage` already counts that delta's tokens."""
+        """Return the events that precede the first delta."""
 
     @abstractmethod
     def add(self, delta: Delta, verdict: SchemaVerdict | None = None) -> Sequence[Event]:
-        """Return a delta's events. `verdict` may be given with the last delta of a choice."""
+        """Return the events of a delta; `verdict` comes with a choice's last delta."""
 
     @abstractmethod
     def end(self, usage: Usage) -> Sequence[Event]:
         """Return the events after the last delta."""
 
     def fail(self, error: GatewayError) -> Sequence[Event]:
-        """Return the events that end a stream early."""
+        """Return the events that end a stream after an error."""
         return [error.body()]
 
     @abstractmethod
     def whole(self, answer: Answer) -> object:
-        """Return the JSON of an answer that is not streamed."""
+        """Return the answer as one JSON value."""
 
 
 class ChunkWriter(AnswerWriter):
-    """Writes an answer of OpenAI's chat or legacy completions: each chunk repeats the heading."""
+    """Writes an answer of OpenAI's chat completions or text completions."""
 
     chunk_object: ClassVar[str]
 
@@ -85,34 +85,31 @@ class Block:
     """A part of an answer: reasoning, text, or one tool call."""
 
     kind: BlockKind
-    index: int  # the block's position in the answer
-    call: CallDelta | None = None  # the call's first piece; None for reasoning or text
-    id: str = ""  # the block's id, if the protocol has one
+    index: int
+    call: CallDelta | None = None  # the first piece of a call
+    id: str = ""  # empty if the API gives blocks no ids
     pieces: list[str] = field(default_factory=list)
 
     @property
     def text(self) -> str:
-        """Return the text so far. A call's text is its arguments as JSON."""
+        """Return the text so far; for a call, the JSON of its arguments."""
         return "".join(self.pieces)
 
     def continues(self, kind: BlockKind, call: CallDelta | None) -> bool:
-        """Return True if a piece of this kind (and of this call, if any) belongs to this block."""
         if self.call is None or call is None:
             return self.kind == kind
         return self.call.index == call.index
 
 
 class BlockWriter(AnswerWriter):
-    """Writes one answer as a list of blocks. A block ends before the next one begins."""
-
-    # Subclasses write a block's events when it begins, grows and ends: `_start`, `_piece`, `_stop`.
+    """Writes an answer as blocks, one after the other."""
 
     def __init__(self) -> None:
         self._open: Block | None = None
         self._done: list[Any] = []
 
     def _extend(self, kind: BlockKind, text: str, call: CallDelta | None = None) -> list[Event]:
-        """Return the events of a new piece, which continues the open block or begins a new one."""
+        """Add a piece to the open block or to a new one, and return the events."""
         events: list[Event] = []
         block = self._open
         if block is None or not block.continues(kind, call):
@@ -126,7 +123,6 @@ class BlockWriter(AnswerWriter):
         return events
 
     def _close(self) -> list[Event]:
-        """End the open block, if there is one, and return its last events."""
         block, self._open = self._open, None
         return [] if block is None else self._stop(block)
 

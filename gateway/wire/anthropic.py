@@ -1,4 +1,4 @@
-"""Anthropic's POST /v1/messages: request → GenerateJob; the form of answers, errors and models."""
+"""The requests, answers, errors and models of Anthropic's Messages API."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -42,14 +42,14 @@ from gateway.wire.tools import (
 )
 from gateway.wire.validation import Part, Request, check_length, find_place, read_limit
 
-Thoughts = Literal["whole", "signed", "none"]
+Thoughts = Literal["whole", "signed", "none"]  # `signed` shows only the signature
 
 
 class ThinkingConfig(Part):
     """Whether the model may think before it answers, and whether the thinking is shown."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
-    budget_tokens: Annotated[int, Field(ge=1024)] | None = None  # Anthropic's own bound
+    budget_tokens: Annotated[int, Field(ge=1024)] | None = None  # Anthropic's minimum
     display: Literal["summarized", "omitted"] = "summarized"
 
     @property
@@ -58,21 +58,21 @@ class ThinkingConfig(Part):
 
 
 class OutputFormat(Part):
-    """A schema that the text is held to, as far as a grammar can."""
+    """A JSON Schema for the answer's text."""
 
     type: Literal["json_schema"]
     schema_: Annotated[Schema, Field(alias="schema")]
 
 
 class OutputConfig(Part):
-    """How hard the model is to think, and the form of its text."""
+    """The effort of the model's thinking, and the format of the answer."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: OutputFormat | None = None
 
 
 class CountMessageTokensRequest(Request):
-    """A conversation, and the other parts of its prompt."""
+    """A request to count the tokens of a prompt."""
 
     harmless = frozenset(
         {
@@ -118,8 +118,9 @@ class CountMessageTokensRequest(Request):
         return unserved_tools(self.tools)
 
     def form(self) -> tuple[str, Grammar | None]:
-        """Return the field that asks for a form of the answer, and the form's grammar (None without
-        one). Raises as `one_form` does.
+        """Return the name of the field that sets the answer's format, and its grammar or None.
+
+        Raises BadRequest if two fields ask for different formats.
         """
         param = "output_config.format"
         formats = {param: self.output_config.format, "output_format": self.output_format}
@@ -137,9 +138,7 @@ class CountMessageTokensRequest(Request):
 
     @property
     def thoughts(self) -> Thoughts:
-        """Return how the answer shows the model's thinking: whole, only signed, or not at all."""
-        # Thinking is only shown if the request has `thinking`: other clients take the first block
-        # for the text.
+        # Clients that send no `thinking` take the first block for the text.
         if self.thinking is None or self.thinking.type == "disabled":
             return "none"
         if self.thinking.display == "omitted":
@@ -153,8 +152,8 @@ class CountMessageTokensRequest(Request):
         return self.thinking.budget_tokens
 
     def template_args(self, own: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the chat template's arguments. The model's `own` are used as defaults."""
-        # A request without `thinking` turns it off, unless the model is set up to think.
+        """Return the chat template's arguments, with the model's `own` as defaults."""
+        # Without `thinking`, the model only thinks if its own arguments say so.
         args = {"enable_thinking": False, **own}
         if self.thinking is not None:
             args["enable_thinking"] = self.thinking.type != "disabled"
@@ -164,7 +163,7 @@ class CountMessageTokensRequest(Request):
 
 
 class MessagesRequest(CountMessageTokensRequest):
-    """A request to Anthropic's endpoint. Only tools that the client runs are served."""
+    """A request to /v1/messages."""
 
     example: ClassVar = {**CountMessageTokensRequest.example, "max_tokens": 256}
 
@@ -198,7 +197,7 @@ def to_job(
     budgets: Mapping[str, int] = NO_BUDGETS,
     images: ImageReader = REFUSING,
 ) -> GenerateJob:
-    """Return the job of a request. Fields that it leaves out come from the model's defaults."""
+    """Return the job of a request, with the model's defaults for fields that it leaves out."""
     turns = to_turns(request.system, request.messages, images)
     check_length(turns, max_chars, param="messages")
     check_length(request.tools, max_chars, param="tools")
@@ -219,7 +218,7 @@ def to_job(
         thinking_budget=read_budget(request.thinking_budget, request.output_config.effort, budgets),
         images=images.decode(),
     )
-    # The job of a request to count tokens has no `max_tokens`, and is never run.
+    # A request to count tokens has no `max_tokens`, and its job never runs.
     if not isinstance(request, MessagesRequest):
         return job
     return replace(
@@ -247,13 +246,11 @@ class ThinkingBlock(TypedDict):
 
     type: Literal["thinking"]
     thinking: str
-    # A digest of the thinking. It is not checked when the block comes back: it only tells whether
-    # the text is the one that the gateway sent.
-    signature: str
+    signature: str  # base64 of the thinking's SHA-256, which is never verified
 
 
 class DirectCaller(TypedDict):
-    """The caller of a tool: the model itself, not a program that it wrote."""
+    """The caller of a tool, which is always the model itself."""
 
     type: Literal["direct"]
 
@@ -272,17 +269,17 @@ ContentBlock = TypeAliasType("ContentBlock", TextBlock | ThinkingBlock | ToolUse
 
 
 class AnthropicOutputTokensDetails(TypedDict):
-    """Details on the answer's tokens: how many are the model's thinking."""
+    """The number of the answer's tokens that are thinking."""
 
     thinking_tokens: int
 
 
 class MessageUsage(TypedDict):
-    """The numbers of tokens read and written. The first three add up to the prompt's tokens."""
+    """The numbers of tokens read and written."""
 
     input_tokens: int  # neither read from the prefix cache nor newly kept in it
-    cache_creation_input_tokens: int  # newly kept in the prefix cache
-    cache_read_input_tokens: int  # read from the prefix cache
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
     cache_creation: None
     inference_geo: None
     output_tokens: int
@@ -317,7 +314,7 @@ class MessageTokensCount(TypedDict):
 
 def usage_dict(usage: Usage) -> MessageUsage:
     cached = min(usage.cached_tokens, usage.prompt_tokens)
-    # If the answer was preempted, `kept_tokens` counts tokens of the answer, too.
+    # After a preemption, `kept_tokens` also counts tokens of the answer.
     kept_tokens = min(usage.kept_tokens, usage.prompt_tokens - cached)
     return {
         "input_tokens": usage.prompt_tokens - cached - kept_tokens,
@@ -353,7 +350,7 @@ class AnthropicModel(TypedDict):
 
 
 class AnthropicModels(TypedDict):
-    """A page of the list; `has_more` tells whether more follow in the direction asked for."""
+    """A page of the list of models."""
 
     data: list[AnthropicModel]
     has_more: bool
@@ -362,7 +359,7 @@ class AnthropicModels(TypedDict):
 
 
 def model_info(name: str, created: int, max_context: int | None) -> AnthropicModel:
-    """Return a model's entry. The context, if known, is the most tokens of input and of output."""
+    """Return a model's entry; `created` is in Unix seconds, `max_context` in tokens."""
     return {
         "type": "model",
         "id": name,
@@ -379,9 +376,9 @@ def model_info(name: str, created: int, max_context: int | None) -> AnthropicMod
 
 
 def model_page(models: Sequence[AnthropicModel], query: Mapping[str, str]) -> AnthropicModels:
-    """Return one page: `limit` models (20 by default), after `after_id` or before `before_id`.
+    """Return the page that `limit`, `after_id` and `before_id` in the query ask for.
 
-    Raises BadRequest for another limit than 1 to 1000, an id that is not listed, and both ids.
+    Raises BadRequest for a bad limit, an unknown id, or both ids.
     """
     limit, total = read_limit(query, MOST_LISTED), len(models)
     if "after_id" in query and "before_id" in query:
@@ -406,7 +403,7 @@ def model_page(models: Sequence[AnthropicModel], query: Mapping[str, str]) -> An
     }
 
 
-OVERLOADED = 529  # Anthropic's own status, unknown to HTTP
+OVERLOADED = 529  # Anthropic's status, not in the HTTP standard
 AnthropicErrorType = Literal[
     "invalid_request_error",
     "authentication_error",
@@ -434,13 +431,13 @@ _CODES: dict[tuple[str | None, str | None], str] = {
 
 
 class AnthropicErrorCode(TypedDict):
-    """The gateway's code for the cause of an error, as in OpenAI's envelope."""
+    """The gateway's code for an error."""
 
     error_code: str
 
 
 class AnthropicErrorDetails(TypedDict):
-    """The error itself."""
+    """The type and the message of an error."""
 
     type: AnthropicErrorType
     message: str
@@ -448,7 +445,7 @@ class AnthropicErrorDetails(TypedDict):
 
 
 class AnthropicErrorBody(TypedDict):
-    """Anthropic's error envelope; in a stream, the data of an `error` event."""
+    """An error in Anthropic's format."""
 
     type: Literal["error"]
     error: AnthropicErrorDetails
@@ -456,11 +453,9 @@ class AnthropicErrorBody(TypedDict):
 
 
 def error_status(error: GatewayError | type[GatewayError]) -> int:
-    """Return an error's status: the gateway's own, but 529 if other requests take all capacity."""
+    """Return an error's status: 529 if the gateway is overloaded, else the gateway's own."""
     if isinstance(error, GatewayError):
         error = type(error)
-    # 529 is for a full queue and for a model that finds no room. A used-up allowance stays 429;
-    # a gateway that loads a model or shuts down stays 503. SDKs retry all of these.
     if issubclass(error, Overloaded | NoRoom):
         return OVERLOADED
     return int(error.status)
@@ -478,7 +473,7 @@ def error_body(error: GatewayError, request_id: str) -> AnthropicErrorBody:
 
 
 def _message(error: GatewayError) -> str:
-    # Agents shorten a conversation when they find Anthropic's sentence.
+    # Agents recognize Anthropic's sentence, and then shorten the conversation.
     if isinstance(error, ContextLengthExceeded):
         return f"prompt is too long: {error.tokens} tokens > {error.limit} maximum"
     return error.message

@@ -1,4 +1,4 @@
-"""The content blocks of a Messages request → turns for templates."""
+"""Converts the content blocks of a Messages request to turns for chat templates."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby, takewhile
@@ -13,10 +13,9 @@ from gateway.wire.images import REFUSING, ImageReader
 from gateway.wire.messages import read_arguments
 from gateway.wire.validation import IMAGE_TYPES, KNOWN, OTHER, Part, Skipped, by_type, require
 
-# Claude Code's first system block: a header for Anthropic's billing, which changes from one session
-# to the next. A model has no use for it, and it would keep any two prompts from beginning alike.
+# Claude Code's first system block changes with every session, so prompts would share no prefix.
 NOT_FOR_MODELS = "x-anthropic-billing-header:"
-_HINTS = frozenset({"cache_control", "citations"})  # hints about caching and sources
+_HINTS = frozenset({"cache_control", "citations"})
 _READABLE = ("text", "document", "search_result")
 RESULT_PARTS = (*_READABLE, "tool_reference")
 BLOCKS = (
@@ -26,7 +25,7 @@ BLOCKS = (
 
 
 class TextPart(Part):
-    """A piece of the system prompt, of a document, or of a search result: text alone."""
+    """A text in the system prompt, a document or a search result."""
 
     harmless = _HINTS
 
@@ -38,7 +37,7 @@ Texts = Annotated[list[TextPart], FAIL_FAST, ITEM_LIMIT]
 
 
 class DocumentSource(Part):
-    """The content of a document: `data` of type text, or `content` in pieces."""
+    """The text of a document, in `data` or in `content`."""
 
     harmless = frozenset({"media_type"})
 
@@ -48,7 +47,7 @@ class DocumentSource(Part):
 
 
 class Readable(Part):
-    """Text, a document of text, or a search result. A search result's `source` is an address."""
+    """A text, a document of text, or a search result."""
 
     harmless = _HINTS
 
@@ -56,7 +55,7 @@ class Readable(Part):
     text: str | None = None
     title: str | None = None
     context: str | None = None
-    source: str | DocumentSource | None = None
+    source: str | DocumentSource | None = None  # a search result's source is an address
 
 
 class ResultPart(Readable):
@@ -64,11 +63,11 @@ class ResultPart(Readable):
 
     type: Label = Field(json_schema_extra={"enum": list(RESULT_PARTS)})
     content: Texts | None = None
-    tool_name: Label | None = None  # the tool that a search of tools found
+    tool_name: Label | None = None
 
 
 class OtherPart(Skipped):
-    """A piece of a tool's result that is not read."""
+    """A piece of a tool's result that the gateway does not read."""
 
     type: Annotated[Label, Field(json_schema_extra={"not": {"enum": list(RESULT_PARTS)}})]
 
@@ -86,9 +85,7 @@ ResultParts = Annotated[
 
 
 class InputBlock(Readable):
-    """A piece of a message: text to read, thinking of an earlier answer, a call, a call's result,
-    or a summary.
-    """
+    """A piece of a message: text, thinking, a tool call, its result, or a summary."""
 
     harmless = _HINTS | {"caller", "data", "is_error", "signature"}
 
@@ -102,12 +99,12 @@ class InputBlock(Readable):
 
     @property
     def unread(self) -> frozenset[str]:
-        """Return `input` if it is no object: the model does not read it as it was sent."""
+        """Count `input` as ignored unless it is an object."""
         return frozenset(() if isinstance(self.input, dict) else {"input"})
 
 
 class OtherBlock(Skipped):
-    """A piece of a message that is not read."""
+    """A piece of a message that the gateway does not read."""
 
     type: Annotated[Label, Field(json_schema_extra={"not": {"enum": list(BLOCKS)}})]
 
@@ -119,7 +116,7 @@ Block = Annotated[
 
 
 class InputMessage(Part):
-    """One message of a conversation. A system message holds from its place on."""
+    """One message of a conversation."""
 
     role: Literal["user", "assistant", "system"]
     content: str | Annotated[list[Block], FAIL_FAST, ITEM_LIMIT]
@@ -130,14 +127,14 @@ SystemPrompt = str | Texts
 
 class _Placed(NamedTuple):
     role: str
-    place: str  # the block's place in the request, for errors
+    place: str
     block: InputBlock
 
 
 def is_continuation(messages: Sequence[InputMessage], images: ImageReader = REFUSING) -> bool:
-    """Return True if the last turn is the assistant's and has text: the answer continues it.
+    """Return True if the last turn is an assistant's text, which the answer continues.
 
-    Raises BadRequest if an assistant's last turn has calls, or neither text nor thinking.
+    Raises BadRequest if the assistant's last turn has calls, or neither text nor thinking.
     """
     placed = list(_placed(messages, images))
     if not placed or placed[-1].role != "assistant":
@@ -153,23 +150,22 @@ def is_continuation(messages: Sequence[InputMessage], images: ImageReader = REFU
         return True
     if not any("thinking" in block.type for block in blocks):
         raise BadRequest(f"Invalid '{place}': it has no text to continue from.", param=place)
-    return False  # The answer to thoughts alone is a turn of its own.
+    return False  # thinking alone is not continued
 
 
 def to_turns(
     system: SystemPrompt | None, messages: Sequence[InputMessage], images: ImageReader = REFUSING
 ) -> list[dict[str, Any]]:
-    """Return the conversation as templates read it. A word stands for each image.
+    """Return the turns that chat templates read, with a word for each image.
 
     Raises BadRequest for a block that is not read, and for a conversation without content.
     """
-    # Consecutive messages of one role become one turn. The result of each call is a separate turn,
-    # and system messages keep their places.
+    # Consecutive messages of one role become one turn, but each call's result is a separate turn.
     turns: list[dict[str, Any]] = []
     prompt = _system_text(system, images)
     if prompt:
         turns.append({"role": "system", "content": prompt})
-    names: dict[str, str] = {}  # names of the calls so far, by their ids
+    names: dict[str, str] = {}  # function names by call id
     for role, placed in groupby(_placed(messages, images), key=lambda each: each.role):
         if role == "assistant":
             turns.append(_assistant_turn(list(placed), names))
@@ -204,7 +200,7 @@ def _placed(messages: Sequence[InputMessage], images: ImageReader) -> Iterator[_
                 images.check(block.type, place, message.role)
             elif block.type not in allowed[message.role]:
                 raise _not_served(block.type, place, f"in a message of the {message.role}")
-            # A summary is read as the user's text: clients that summarize put it into such a turn.
+            # A summary becomes a user's text, like the summaries that clients write themselves.
             if block.type != "compaction":
                 yield _Placed(message.role, place, block)
             elif block.content:
@@ -227,11 +223,8 @@ def _system_text(system: SystemPrompt | None, images: ImageReader) -> str:
 
 
 def _text_of(block: InputBlock | ResultPart, place: str, role: str, images: ImageReader) -> str:
-    """Return the text that the model reads for a block."""
     if block.type == "image":
         return images.word(block, place, role)
-    # A document or a search result is read as its title, its address and its text, one below the
-    # other.
     if block.type == "text":
         return require(block.text, f"{place}.text")
     if block.type == "compaction":
@@ -271,7 +264,7 @@ def _join(texts: Iterator[str] | Sequence[str]) -> str:
 
 
 def _join_content(content: Iterable[tuple[bool, str]]) -> str:
-    """Join texts and the words of images, marked by True, with an empty line between two texts."""
+    """Join pairs (is an image, text), with an empty line only between two texts."""
     runs = groupby(content, key=itemgetter(0))
     return "".join(
         ("" if is_image else "\n\n").join(text for _, text in run if text) for is_image, run in runs
@@ -284,7 +277,7 @@ def _require(placed: _Placed, field: Literal["text", "id", "name"]) -> str:
 
 
 def _assistant_turn(placed: Sequence[_Placed], names: dict[str, str]) -> dict[str, Any]:
-    """Return a turn with its text, thinking and calls. Add the calls' names to `names`."""
+    """Return an assistant's turn, and add the names of its calls to `names`."""
     texts, thinking, calls = [], [], []
     for placed_block in placed:
         block = placed_block.block
@@ -298,7 +291,7 @@ def _assistant_turn(placed: Sequence[_Placed], names: dict[str, str]) -> dict[st
             function = {"name": name, "arguments": read_arguments(block.input)}
             calls.append({"id": call_id, "type": "function", "function": function})
     turn: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
-    # A template leaves out the thinking that its model should not read again.
+    # The chat template decides which thinking the model reads again.
     if any(thinking):
         turn["reasoning_content"] = "".join(thinking)
     if calls:
@@ -326,7 +319,7 @@ def _result_turn(placed: _Placed, names: dict[str, str], images: ImageReader) ->
     call_id = require(block.tool_use_id, f"{place}.tool_use_id")
     text = _content_text(block.content, place, "tool", images)
     turn = {"role": "tool", "content": text, "tool_call_id": call_id}
-    # The call of a result may be missing: some clients shorten their history.
+    # A result's call may be missing, since some clients shorten their history.
     return {**turn, "name": names[call_id]} if call_id in names else turn
 
 

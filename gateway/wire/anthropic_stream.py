@@ -1,4 +1,4 @@
-"""The answer of a Messages request: deltas → content blocks, and the events that carry them."""
+"""Writes the answer of a Messages request as content blocks, streamed or whole."""
 
 import base64
 import hashlib
@@ -25,14 +25,14 @@ from gateway.wire.generation import SchemaVerdict
 
 
 class MessageStart(TypedDict):
-    """The first event: the message, without content."""
+    """The first event, which has the message without content."""
 
     type: Literal["message_start"]
     message: AnthropicMessage
 
 
 class ContentBlockStart(TypedDict):
-    """The start of a content block, without its content."""
+    """The start of a content block, before its content."""
 
     type: Literal["content_block_start"]
     index: int
@@ -131,7 +131,7 @@ MessageEvent = TypeAliasType(
 )
 
 
-# Each kind of block: the type of its deltas, and the field with a delta's text.
+# The type of a block's deltas, and the field that has a delta's text.
 _DELTAS: dict[BlockKind, tuple[str, str]] = {
     "reasoning": ("thinking_delta", "thinking"),
     "text": ("text_delta", "text"),
@@ -140,7 +140,7 @@ _DELTAS: dict[BlockKind, tuple[str, str]] = {
 
 
 class MessageWriter(BlockWriter):
-    """Builds an Anthropic message from deltas. Errors contain `request_id`."""
+    """Writes an answer of the Messages API."""
 
     names_events = True
     ping = PING
@@ -174,7 +174,6 @@ class MessageWriter(BlockWriter):
         return events
 
     def end(self, usage: Usage) -> list[Event]:
-        """Return the last events: the end of the open block, the stop reason and the usage."""
         events = self._close()
         delta: MessageDelta = {
             "type": "message_delta",
@@ -254,7 +253,6 @@ class MessageWriter(BlockWriter):
 
 
 def _content(block: Block, text: str, signature: str) -> ContentBlock:
-    """Return a block as Anthropic's API writes it, with this text."""
     if block.kind == "text":
         return {"type": "text", "text": text}
     if block.kind == "reasoning":
@@ -271,7 +269,7 @@ def _content(block: Block, text: str, signature: str) -> ContentBlock:
 
 
 def _read_input(arguments: str) -> dict[str, Any]:
-    """Return a call's input; {} if the JSON was cut short, is nested too deep or is no object."""
+    """Return a call's input, or {} if the JSON is cut short, too deep, or no object."""
     try:
         value = orjson.loads(arguments)
     except ValueError:

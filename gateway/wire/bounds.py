@@ -1,6 +1,6 @@
-"""Limits on the size of a request: JSON depth, lists, schemas, patterns, names.
+"""Limits on the size of a request.
 
-Pydantic models read the limits from the validation context; without a context, they check none.
+Pydantic models check them only if the validation context is a `Bounds`.
 """
 
 import codecs
@@ -14,22 +14,19 @@ from pydantic_core import PydanticKnownError
 T = TypeVar("T")
 
 ORJSON_DEPTH = 254  # the most levels that orjson writes
-INNER_DEPTH = 64  # the most levels of JSON inside a string
-# Opening brackets, those inside strings too, counted before parsing: 16 MB of empty arrays took 3
-# seconds, during which the garbage collector blocked every other thread.
+INNER_DEPTH = 64  # the most levels of JSON by default
+# The most opening brackets: 16 MB of empty arrays blocked every other thread for 3 seconds.
 MAX_BRACKETS = 1_000_000
-# Names and texts, counted before parsing by their quotes: 32 MiB of short names took 2.6 seconds.
-# A body of 16 MiB reaches this number with names of 8 letters.
+# The most names and texts: 32 MiB of short names took 2.6 seconds to parse.
 MAX_STRINGS = 1_500_000
-# Arrays, objects and fields of objects: 4,096 messages have 40,000. Each costs Python some
-# microseconds, and the garbage collector, which blocks every thread, one more.
+# The most arrays, objects and fields: 4,096 messages have 40,000.
 MAX_PARTS = 200_000
-NAME_CHARS = 256  # the longest name or id of a model, a function, a call, a user
+NAME_CHARS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """The limits that settings may change; a schema's size is that of its JSON."""
+    """The limits that settings may change."""
 
     max_depth: int = INNER_DEPTH
     max_messages: int = 4096
@@ -45,9 +42,7 @@ class TooDeep(ValueError):
 
 
 def parse(json: bytes | bytearray, max_depth: int = INNER_DEPTH) -> Any:
-    """Parse JSON, with a byte order mark or without. Raises ValueError if it is invalid or too
-    large, TooDeep if nested too deep.
-    """
+    """Parse JSON. Raises ValueError if it is invalid or too large, TooDeep if too deep."""
     if json.startswith(codecs.BOM_UTF8):
         json = json.removeprefix(codecs.BOM_UTF8)
     brackets = json.count(b"[") + json.count(b"{")
@@ -56,7 +51,7 @@ def parse(json: bytes | bytearray, max_depth: int = INNER_DEPTH) -> Any:
     if json.count(b'"') - json.count(b'\\"') > 2 * MAX_STRINGS:
         raise ValueError(f"it has more than {MAX_STRINGS} names and texts")
     value = orjson.loads(json)  # orjson itself refuses more than 1024 levels
-    # Most bodies need no walk: they have fewer brackets than the limits.
+    # Most bodies have too few brackets to need these slower checks.
     if brackets > max_depth and _is_deeper(value, max_depth):
         raise TooDeep(f"nested more than {max_depth} levels deep")
     if brackets + json.count(b":") > MAX_PARTS and _has_more_parts(value, MAX_PARTS):
@@ -65,7 +60,6 @@ def parse(json: bytes | bytearray, max_depth: int = INNER_DEPTH) -> Any:
 
 
 def _has_more_parts(value: Any, limit: int) -> bool:
-    """Return True if a parsed value has more arrays, objects and fields than the limit."""
     count, level = 0, [value]
     while level:
         below = []
@@ -83,9 +77,7 @@ def _has_more_parts(value: Any, limit: int) -> bool:
 
 
 def _is_deeper(value: Any, limit: int) -> bool:
-    """Return True if a parsed value is nested more than `limit` (at most 253) levels deep."""
-    # The value is wrapped in lists until orjson refuses to write anything deeper than the limit: a
-    # walk in Python would take many times as long.
+    # The added lists make orjson's own depth limit apply: a walk in Python is many times slower.
     for _ in range(ORJSON_DEPTH - limit):
         value = [value]
     try:
@@ -137,9 +129,8 @@ def _limit_regex(value: str, info: ValidationInfo) -> str:
 
 Label = Annotated[str, Field(max_length=NAME_CHARS)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
-# Stop at a list's first error: a megabyte can hold half a million errors, and each takes memory.
+# Stop at a list's first error, since a megabyte can hold half a million errors.
 FAIL_FAST = Field(fail_fast=True)
-# Count a list before its items are validated.
 ITEM_LIMIT = BeforeValidator(_limit_items)
 Schema = Annotated[dict[str, Any], AfterValidator(_limit_schema)]
 SchemaOrText = Annotated[dict[str, Any] | str, AfterValidator(_limit_schema)]

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: request → GenerateJob; deltas → a completion or its chunks."""
+"""The requests and answers of POST /v1/chat/completions."""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, NotRequired, cast
@@ -56,7 +56,7 @@ _TEXT = "This gateway writes text."
 
 
 class ChatRequest(StructuredRequest):
-    """A request to OpenAI's endpoint, with vLLM's fields for structured output."""
+    """A request for a chat completion, with fields of OpenAI and vLLM."""
 
     harmless = frozenset(
         {
@@ -91,8 +91,7 @@ class ChatRequest(StructuredRequest):
     tools: ChatTools
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool = True
-    # OpenAI's older names of `tools` and `tool_choice`: an answer then has a `function_call`, and
-    # no `tool_calls`.
+    # OpenAI's older form of `tools`; the answer then has `function_call`, not `tool_calls`.
     functions: Annotated[
         list[FunctionParam], FAIL_FAST, Field(default_factory=list, max_length=MAX_TOOLS)
     ]
@@ -100,7 +99,7 @@ class ChatRequest(StructuredRequest):
     reasoning_effort: Effort | None = None
     thinking_token_budget: ThinkingTokenBudget = None
     chat_template_kwargs: Annotated[dict[str, Any], Field(default_factory=dict)]
-    # vLLM's field: the last message is the beginning of the answer.
+    # vLLM's field: the answer continues the last message.
     continue_final_message: bool = False
     add_generation_prompt: bool | None = None
 
@@ -118,7 +117,7 @@ class ChatRequest(StructuredRequest):
             )
         if self.top_logprobs and not self.logprobs:
             raise BadRequest("'top_logprobs' needs 'logprobs' to be true.", param="top_logprobs")
-        self.selection()  # raises for tools that do not go together
+        self.selection()  # raises if old and new fields are mixed
         return self
 
     @property
@@ -136,17 +135,16 @@ class ChatRequest(StructuredRequest):
 
     @property
     def is_legacy(self) -> bool:
-        """Return True if calls are written as `function_call`, their older form."""
+        """Return True if the answer writes a call as `function_call`."""
         return bool(self.functions)
 
     def requested_tools(self) -> Sequence[FunctionParam | OtherTool]:
-        """Return the functions of `functions` or, if there are none, all tools of `tools`."""
         if self.functions:
             return self.functions
         return [tool.function if isinstance(tool, ToolParam) else tool for tool in self.tools]
 
     def selection(self) -> Selection:
-        """Return which tools may be called. Raises BadRequest if old and new names are mixed."""
+        """Return which tools may be called. Raises BadRequest if old and new fields are mixed."""
         if not self.functions:
             if isinstance(self.function_call, FunctionName):
                 raise BadRequest("'function_call' needs 'functions'.", param="function_call")
@@ -163,7 +161,7 @@ class ChatRequest(StructuredRequest):
         return self.thinking_token_budget
 
     def template_args(self) -> dict[str, Any]:
-        """Return the template's arguments. The request's own override those of its effort."""
+        """Return the chat template's arguments; `chat_template_kwargs` takes precedence."""
         is_one_token = (self.max_completion_tokens or self.max_tokens) == 1
         args = thinking_args(self.reasoning_effort, is_scored=self.logprobs and is_one_token)
         return {**args, **self.chat_template_kwargs}
@@ -181,7 +179,7 @@ def to_job(
     budgets: Mapping[str, int] = NO_BUDGETS,
     images: ImageReader = REFUSING,
 ) -> GenerateJob:
-    """Return the job of a request. Fields that it leaves out come from the model's defaults."""
+    """Return the job of a request, with the model's defaults for fields that it leaves out."""
     messages = to_template(request.messages, images)
     check_length(messages, max_chars, param="messages")
     check_length(request.requested_tools(), max_chars, param="tools")
@@ -220,9 +218,9 @@ class FunctionCall(TypedDict):
 
 
 class FunctionCallDelta(TypedDict):
-    """A piece of a function's arguments. The first piece has the function's name."""
+    """A piece of a function call."""
 
-    name: NotRequired[str]
+    name: NotRequired[str]  # in the first piece only
     arguments: str
 
 
@@ -235,16 +233,16 @@ class ChatToolCall(TypedDict):
 
 
 class ChatToolCallDelta(TypedDict):
-    """A piece of call number `index`. Only the call's first piece has the id and the type."""
+    """A piece of a call."""
 
     index: int
-    id: NotRequired[str]
+    id: NotRequired[str]  # in the first piece only
     type: NotRequired[Literal["function"]]
     function: FunctionCallDelta
 
 
 class ChatMessage(TypedDict):
-    """The model's message: text, reasoning, calls."""
+    """The model's message."""
 
     role: Literal["assistant"]
     content: str | None
@@ -265,7 +263,7 @@ class ChoiceDelta(TypedDict, total=False):
 
 
 class ChatChoice(TypedDict):
-    """One of several answers."""
+    """One answer to a request."""
 
     index: int
     message: ChatMessage
@@ -274,7 +272,7 @@ class ChatChoice(TypedDict):
 
 
 class ChatChunkChoice(TypedDict):
-    """The new part of one of several answers. An answer's last part has its finish reason."""
+    """The new part of one answer."""
 
     index: int
     delta: ChoiceDelta
@@ -283,7 +281,7 @@ class ChatChunkChoice(TypedDict):
 
 
 class ChatCompletion(Heading):
-    """An answer to a conversation."""
+    """A whole chat completion."""
 
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
@@ -291,7 +289,7 @@ class ChatCompletion(Heading):
 
 
 class ChatCompletionChunk(Heading):
-    """An event of a stream. The event with usage has no choices and is the last before `[DONE]`."""
+    """One event of a streamed chat completion."""
 
     object: Literal["chat.completion.chunk"]
     choices: list[ChatChunkChoice]
@@ -301,7 +299,7 @@ class ChatCompletionChunk(Heading):
 
 
 class ChatCompletionWriter(ChunkWriter):
-    """Writes a completion or its chunks."""
+    """Writes a chat completion or its chunks."""
 
     chunk_object = "chat.completion.chunk"
 
@@ -312,12 +310,10 @@ class ChatCompletionWriter(ChunkWriter):
         self._is_legacy = request.is_legacy
 
     def begin(self, usage: Usage) -> Sequence[Event]:
-        """Return the first chunk of every choice, the only one with a role."""
         first: ChoiceDelta = {"role": "assistant", "content": ""}
         return [self._chunk([_chunk_choice(i, first)]) for i in range(self._choice_count)]
 
     def add(self, delta: Delta, verdict: SchemaVerdict | None = None) -> Sequence[Event]:
-        """Return a delta's chunks: reasoning, text, a call, and the end with its verdict."""
         logprobs = logprobs_dict(delta.logprobs) if delta.logprobs else None
         index = delta.index
         parts = []
@@ -376,7 +372,6 @@ class ChatCompletionWriter(ChunkWriter):
         return message
 
     def _call(self, call: CallDelta) -> list[ChoiceDelta]:
-        """Return the deltas of a call: one with its id and name, one with arguments."""
         parts: list[ChatToolCallDelta] = []
         if call.name is not None:
             assert call.id is not None

@@ -1,4 +1,4 @@
-"""POST /v1/completions: prompts → GenerateJobs; deltas → a completion or its chunks."""
+"""The requests and answers of POST /v1/completions."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -32,7 +32,7 @@ MAX_CHOICES = 4096
 
 
 class CompletionRequest(StructuredRequest):
-    """A completion request. A single `prompt` is read as an array of one."""
+    """A request for text completions."""
 
     harmless = frozenset(
         {
@@ -54,7 +54,6 @@ class CompletionRequest(StructuredRequest):
     prompt: Inputs
     max_tokens: MaxTokensOrZero = 16
     n: Annotated[int, Field(ge=1, le=128)] = 1
-    # `best_of` must equal `n`, since every generated choice is returned.
     best_of: Annotated[int, Field(ge=1)] | None = None
     echo: bool = False
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
@@ -73,7 +72,7 @@ def to_jobs(
     *,
     bounds: CharBounds,
 ) -> list[GenerateJob]:
-    """Return one job for each prompt, each with `n` choices.
+    """Return one job for each prompt.
 
     Raises BadRequest for fields that cannot be served together.
     """
@@ -85,7 +84,7 @@ def to_jobs(
     caller.timings.parallel = [Timings() for _ in prompts[1:]]
     return [
         GenerateJob(
-            # The jobs run in parallel. The first one uses the request's own timings.
+            # Jobs that run in parallel need separate timings.
             caller=replace(caller, timings=timings),
             prompt=prompt,
             sampling=request.sampling(defaults),
@@ -124,17 +123,16 @@ def _check(request: CompletionRequest, bounds: CharBounds) -> None:
 
 
 class TextLogprobs(TypedDict):
-    """Every token of a text with its logprobs, in four lists of the same length."""
+    """The tokens of a text with their logprobs, in four lists of the same length."""
 
     tokens: list[str]
-    # The first token of an echoed prompt follows nothing, so its logprobs are null.
-    token_logprobs: list[float | None]
+    token_logprobs: list[float | None]  # null for the first token of an echoed prompt
     top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
 class TextChoice(TypedDict):
-    """One continuation of a prompt; in a streamed event, only its new text."""
+    """One continuation of a prompt, or its new part in a stream."""
 
     text: str
     index: int
@@ -143,7 +141,7 @@ class TextChoice(TypedDict):
 
 
 class Completion(Heading):
-    """Continuations of prompts: the whole answer, or one event of a stream."""
+    """A whole text completion, or one event of its stream."""
 
     object: Literal["text_completion"]
     choices: list[TextChoice]
@@ -152,14 +150,14 @@ class Completion(Heading):
 
 
 class CompletionWriter(ChunkWriter):
-    """Writes a completion or its chunks."""
+    """Writes a text completion or its chunks."""
 
     chunk_object = "text_completion"
 
     def __init__(self, request: CompletionRequest, heading: Heading, timings: Timings) -> None:
         super().__init__(heading, timings, has_usage=request.stream_options.include_usage)
         has_logprobs = request.logprobs is not None
-        # The choices of the first prompt come first, then those of the second, and so on.
+        # The choices are in the order of the prompts.
         self._choices: list[TextChoiceWriter] = []
         for index in range(len(request.prompt) * request.n):
             prompt = request.prompt[index // request.n]  # the text of token ids comes in a delta
@@ -183,7 +181,7 @@ class CompletionWriter(ChunkWriter):
 
 
 class TextChoiceWriter:
-    """Builds one choice from its deltas. The text begins with `echo`: the prompt, or nothing."""
+    """Builds one choice, whose text begins with `echo`."""
 
     def __init__(self, index: int, *, echo: str, with_logprobs: bool) -> None:
         self._index = index
@@ -195,7 +193,6 @@ class TextChoiceWriter:
         self._finish_reason: FinishReason | None = None
 
     def add(self, delta: Delta) -> TextChoice:
-        """Add a delta, and return the choice for its chunk."""
         echo, self._echo = self._echo, ""
         scored: list[_ScoredToken] = []
         if delta.prompt is not None:
@@ -244,14 +241,13 @@ class TextChoiceWriter:
 
 class _ScoredToken(NamedTuple):
     text: str
-    logprob: float | None  # None for the first token of an echoed prompt, which follows nothing
+    logprob: float | None
     top: dict[str, float] | None
-    offset: int  # the token's position in the text, in characters
+    offset: int  # characters before the token
 
 
 def _logprobs_by_text(token: TokenLogprob) -> dict[str, float]:
-    """Return the logprobs of a token and its alternatives by text, the likeliest first."""
-    # Several tokens may have the same text: the likeliest one's logprob counts.
+    # Tokens may have the same text, so the likeliest is written last.
     by_text = {token.chosen.token: token.chosen.logprob}
     for likelihood in reversed(token.top):
         by_text[likelihood.token] = likelihood.logprob

@@ -1,8 +1,4 @@
-"""POST /v1/decisions: an input and questions → GenerateJobs; the labels' logprobs → answers.
-
-The input is evidence, not a conversation to continue: its messages, calls and outputs are joined to
-one text in a user message, and a question follows it. docs/decisions.md shows the prompt.
-"""
+"""The requests and answers of POST /v1/decisions, whose prompt docs/decisions.md shows."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -24,8 +20,8 @@ from gateway.wire.responses_items import InputPart, as_items, as_parts
 from gateway.wire.validation import CharBounds, Part, Request, require
 
 MAX_QUESTIONS = 400
-MAX_LABELS = 255  # the most labels of one question
-SLICE = 64  # the most labels of a job with several questions: more questions take several jobs
+MAX_LABELS = 255
+SLICE = 64  # the most labels of a job that has several questions
 HEAD = "Judge the following input by the question after it.\n\nInput:\n{input}\n\n"
 PREDICATE = (
     "Question: Is this statement about the input true?\n{instructions}\n\nAnswer with yes or no, "
@@ -46,7 +42,7 @@ _KINDS = ("message", *_OUTPUTS.values(), *_OUTPUTS)
 
 
 class DecisionInputPart(InputPart):
-    """A part of a message or an output: text, a refusal, or JSON."""
+    """A piece of a message or an output: text, a refusal, or JSON."""
 
     fields: ClassVar[Mapping[str, str]] = {**InputPart.fields, "input_json": "data"}
 
@@ -89,23 +85,21 @@ LabelText = Annotated[Label, Field(min_length=1)]
 
 
 class ChoiceParam(Part):
-    """One of the choices of a question of type `choice`."""
+    """A possible answer to a question of type `choice`."""
 
     value: bool | LabelText
     description: str | None = None
 
 
 class LevelParam(Part):
-    """One of the levels of a question of type `score`."""
+    """A possible answer to a question of type `score`."""
 
     label: LabelText
     description: str | None = None
 
 
 class QuestionParam(Part):
-    """A question: whether a statement is true (`predicate`), which of `choices` fits (`choice`), or
-    which of `levels`, from the lowest to the highest, fits (`score`).
-    """
+    """A question to answer with yes or no, one of `choices`, or one of `levels`, lowest first."""
 
     type: Literal["predicate", "choice", "score"]
     instructions: Parts
@@ -119,24 +113,21 @@ class QuestionParam(Part):
 
     @property
     def unread(self) -> frozenset[str]:
-        """Return the fields that belong only to questions of another type."""
         return frozenset(_OPTIONS.values()) - {self.options_field}
 
     @property
     def options_field(self) -> Literal["choices", "levels"] | None:
-        """Return the field with the possible answers; None for a predicate."""
         return _OPTIONS.get(self.type)
 
     @property
     def values(self) -> Sequence[str | bool]:
-        """Return the values of the choices, or the labels of the levels."""
         if self.type == "choice":
             return [choice.value for choice in self.choices or ()]
         return [level.label for level in self.levels or ()]
 
 
 class DecisionsRequest(Request):
-    """A request to OpenAI's decisions endpoint. Images are not supported."""
+    """A request to OpenAI's decisions endpoint."""
 
     harmless = frozenset(
         {"metadata", "prompt_cache_key", "prompt_cache_options", "safety_identifier", "user"}
@@ -161,10 +152,9 @@ def to_jobs(
     *,
     bounds: CharBounds,
 ) -> list[GenerateJob]:
-    """Return the jobs of a request. Each has one question, or several with at most SLICE labels.
+    """Return the jobs of a request, each with one or several of the questions.
 
-    Raises BadRequest for a question without `choices` or `levels` if its type needs them, for equal
-    values or labels, and for content that is not text.
+    Raises BadRequest for missing or equal options, and for content that is no text or too long.
     """
     head = HEAD.format(input=_input_text(request.input))
     questions = [_question(i, question) for i, question in enumerate(request.questions)]
@@ -174,7 +164,7 @@ def to_jobs(
     caller.timings.parallel = [Timings() for _ in slices[1:]]
     return [
         GenerateJob(
-            # The jobs run in parallel. The first one uses the request's own timings.
+            # Jobs that run in parallel need separate timings.
             caller=replace(caller, timings=timings),
             messages=[{"role": "user", "content": head}],
             questions=some,
@@ -188,7 +178,7 @@ def to_jobs(
 
 
 def _slice(questions: Sequence[Question]) -> list[list[Question]]:
-    """Group the questions, in order: one in each group, or several with at most SLICE labels."""
+    """Group the questions in order. Only a single question may exceed SLICE labels."""
     slices: list[list[Question]] = []
     labels = SLICE
     for question in questions:
@@ -201,9 +191,7 @@ def _slice(questions: Sequence[Question]) -> list[list[Question]]:
 
 
 def _input_text(items: Sequence[DecisionInputItem]) -> str:
-    """Return the input as one text."""
-    # A single user message is the whole text. Otherwise, a line above each item has its role or the
-    # name of its function.
+    # A single user message needs no heading.
     if len(items) == 1 and items[0].type == "message" and items[0].role == "user":
         return _text(items[0].content, "input[0].content")
     names: dict[tuple[str, str], str] = {}
@@ -271,8 +259,7 @@ def _question(number: int, param: QuestionParam) -> Question:
 
 
 def _labels(values: Sequence[str | bool]) -> list[str]:
-    """Return each value as the model should write it: a boolean as JSON, a string as it is."""
-    # All strings are quoted if one of them is spelled like a boolean among the values.
+    # Strings are quoted if one of them looks like a boolean among the values.
     spelled = {str(value).lower() for value in values if isinstance(value, bool)}
     is_quoted = any(value in spelled for value in values if isinstance(value, str))
     return [
@@ -307,15 +294,15 @@ class ChoiceAnswer(TypedDict):
 
 
 class LevelProbability(TypedDict):
-    """The probability of one level. `value` is the level's number, from 0 for the lowest."""
+    """The probability of one level."""
 
     label: str
-    value: int
+    value: int  # the level's number, 0 for the lowest
     probability: float
 
 
 class ScoreAnswer(TypedDict):
-    """The probability of every level. `score` is the mean level, weighted by probability."""
+    """Every level's probability, and their mean level as the score."""
 
     type: Literal["score"]
     name: str | None
@@ -338,7 +325,7 @@ class Decision(TypedDict):
 def to_decision(
     request: DecisionsRequest, logprobs: Sequence[Sequence[float]], usage: Usage
 ) -> Decision:
-    """Return the answers. `logprobs` has, for each question, the logprob of each of its labels."""
+    """Return the answers; `logprobs` has a row for each question, with a value for each label."""
     answers = [
         _answer(question, _normalize(row))
         for question, row in zip(request.questions, logprobs, strict=True)

@@ -1,4 +1,4 @@
-"""POST /v1/embeddings, and TEI's /embed: request → EmbedJob; vectors → JSON."""
+"""The requests and answers of POST /v1/embeddings, and of TEI's /embed."""
 
 import base64
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from gateway.wire.bounds import Label
 from gateway.wire.validation import CharBounds, Inputs, Request
 
 PIECE_FLOATS = 65_536
-# The most bytes that a float32 takes: as text, `-1.1754944e-38` and a comma; in base64, 4 × 4/3.
+# The most bytes that a float32 takes in an answer, such as `-1.1754944e-38,` as text.
 NUMBER_BYTES = {"float": 16, "base64": 6}
 
 
@@ -27,18 +27,18 @@ class EmbedRequest(Request):
     kind = "embedding"
 
     dimensions: Annotated[int, Field(ge=1)] | None = None
-    truncate: bool | None = None  # TEI's field: whether a text that is too long is cut or refused
-    prompt_name: Label | None = None  # the model's prompt with this name is put before each text
+    truncate: bool | None = None  # TEI's field: cut a text that is too long, or refuse it
+    prompt_name: Label | None = None  # the name of a model's prompt to put before each text
 
     @property
     def rows(self) -> list[Any]:
-        """Return the inputs, from the field named by `field`: texts, or rows of token ids."""
+        """Return the inputs: texts, or rows of token ids."""
         rows: list[Any] = getattr(self, self.field)
         return rows
 
 
 class EmbeddingsRequest(EmbedRequest):
-    """A request to OpenAI's endpoint, with `truncate` and `prompt_name` in addition."""
+    """A request to OpenAI's endpoint."""
 
     field = "input"
     params: ClassVar = {"prompt": "input"}
@@ -51,7 +51,7 @@ class EmbeddingsRequest(EmbedRequest):
 
 
 class InputsRequest(EmbedRequest):
-    """A request to TEI's /embed. Without `model`, a loaded model answers; if none is, the first."""
+    """A request to TEI's /embed."""
 
     field = "inputs"
     params: ClassVar = {"prompt": "inputs"}
@@ -104,7 +104,7 @@ def to_job(
 
 
 class Embedding(TypedDict):
-    """The vector of one input: numbers, or base64 of little-endian float32."""
+    """The vector of one input, as numbers or as base64 of little-endian float32."""
 
     object: Literal["embedding"]
     index: int
@@ -132,11 +132,11 @@ class Embeddings(TypedDict):
     usage: EmbeddingUsage
 
 
-Vectors = TypeAliasType("Vectors", list[list[float]])  # TEI's answer
+Vectors = TypeAliasType("Vectors", list[list[float]])
 
 
 class PoolingInfo(TypedDict):
-    """How a model pools its token vectors; null if models.yaml doesn't say."""
+    """How a model pools its token vectors, or null if models.yaml doesn't say."""
 
     pooling: str | None
 
@@ -148,18 +148,18 @@ class EmbeddingInfo(TypedDict):
 
 
 class Info(TypedDict):
-    """The embedding model that answers /embed. `max_input_length` is null if it is not loaded."""
+    """The embedding model that answers /embed."""
 
     model_id: str
     model_type: EmbeddingInfo
-    max_input_length: int | None
+    max_input_length: int | None  # null until the model is loaded
     max_client_batch_size: int
     auto_truncate: bool
     version: str
 
 
 def write_vectors(answer: Embedded) -> Iterator[bytes]:
-    """Yield TEI's answer as JSON, in pieces: a list of the vectors, each scaled to length 1."""
+    """Yield the JSON of TEI's answer in pieces, with vectors scaled to length 1."""
     vectors = np.ascontiguousarray(answer.vectors, dtype="<f4")
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
     vectors = vectors / np.maximum(lengths, np.finfo("<f4").tiny)
@@ -171,8 +171,7 @@ def write_vectors(answer: Embedded) -> Iterator[bytes]:
 
 
 def write_pieces(answer: Embedded, *, name: str, model: str, encoding: str) -> Iterator[bytes]:
-    """Yield the answer's JSON in pieces. Writing a piece takes at most a few milliseconds."""
-    # OpenAI's SDKs read base64 as little-endian float32.
+    """Yield the JSON of OpenAI's answer in pieces, which take a few milliseconds each."""
     vectors = np.ascontiguousarray(answer.vectors, dtype="<f4")
     rows = max(1, PIECE_FLOATS // vectors.shape[1])
     usage = usage_dict(answer.prompt_tokens)

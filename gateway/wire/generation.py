@@ -1,4 +1,4 @@
-"""Parts of all endpoints that generate text: sampling, structured output, usage, logprobs."""
+"""Fields and answers that the endpoints for generated text share."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -34,18 +34,18 @@ from gateway.wire.bounds import (
 )
 from gateway.wire.validation import Part, Request
 
-MAX_STOPS = 64  # OpenAI takes 4; agents of other servers send more
+MAX_STOPS = 64  # OpenAI takes 4, but other servers' clients send more
 StopText = Annotated[str, Field(max_length=NAME_CHARS)]
 StopTexts = Annotated[list[StopText], FAIL_FAST, Field(max_length=MAX_STOPS)]
 
 
 def read_stops(value: str | list[str]) -> Sequence[str]:
     texts = [value] if isinstance(value, str) else value
-    return tuple(filter(None, texts))  # an empty text has no effect
+    return tuple(filter(None, texts))
 
 
 def _read_token_limit(value: object) -> object:
-    """Read 12.0 as 12: JSON has one type of number. Read -1 as no limit, as other servers do."""
+    # JSON has one type of number, so 12.0 is an integer. Other servers take -1 as no limit.
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if type(value) is int and value == -1:
@@ -69,9 +69,9 @@ Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 
 
 def read_sampling(request: Request, names: set[str], defaults: Sampling) -> Sampling:
-    """Return the sampling that the fields `names` ask for. Absent fields come from `defaults`."""
+    """Return `defaults`, overridden by the fields in `names` that the request has."""
     fields = request.model_dump(include=names, exclude_none=True)
-    if fields.get("top_k") == -1:  # all tokens, as vLLM writes it
+    if fields.get("top_k") == -1:  # vLLM's value for all tokens
         fields["top_k"] = 0
     return replace(defaults, **fields, unset=defaults.unset - fields.keys())
 
@@ -129,7 +129,7 @@ class SampledRequest(Request):
 
 
 def read_tier(name: str) -> Tier:
-    """Read `service_tier`. Tiers of OpenAI that this gateway doesn't have count as the default."""
+    """Return the tier of a `service_tier`, or the default for a tier that the gateway lacks."""
     return Tier(name) if name in list(Tier) else Tier.DEFAULT
 
 
@@ -149,15 +149,13 @@ class JsonSchema(Form):
     name: Name = "response"
     description: str | None = None  # has no effect
     schema_: Annotated[Schema | None, Field(alias="schema")] = None
-    # The schema is always enforced as far as a grammar can. True: a schema that no grammar can
-    # enforce completely is refused.
-    strict: bool | None = None
+    strict: bool | None = None  # refuse a schema that no grammar can enforce completely
 
 
 class ResponseFormat(Form):
     """The answer's format, as OpenAI's or TGI's API writes it."""
 
-    # TGI's types are `json`, and `json_object` with a `value`. The `value` is the schema.
+    # TGI's types are `json`, and `json_object` with a schema as `value`.
     type: Literal["text", "json_object", "json_schema", "json"]
     json_schema: JsonSchema | None = None
     value: SchemaOrText | None = None
@@ -175,7 +173,7 @@ class ResponseFormat(Form):
         return self
 
     def forms(self, param: str) -> list[tuple[str, Grammar]]:
-        """Return pairs of a field's name and its grammar. Errors name the field `param`."""
+        """Return the path and the grammar of each field that asks for a format."""
         if self.type == "text":
             return []
         forms = []
@@ -189,10 +187,10 @@ class ResponseFormat(Form):
 
 
 class StructuredOutputs(Form):
-    """The answer's format, as vLLM's API writes it: one of these fields."""
+    """The answer's format, as vLLM's API writes it."""
 
     json_: Annotated[SchemaOrText | None, Field(alias="json")] = None
-    json_object: bool | None = None  # false has no effect
+    json_object: bool | None = None
     regex: Regex | None = None
     choice: ChoiceTexts | None = None
     grammar: GrammarText | None = None
@@ -205,7 +203,6 @@ class StructuredOutputs(Form):
         return self
 
     def forms(self, param: str) -> list[tuple[str, Grammar]]:
-        """Return the name and the grammar of each field that is set. Errors name `param`."""
         grammars = {}
         if self.json_ is not None:
             grammars["json"] = json_schema(self.json_, param=param)
@@ -227,10 +224,10 @@ def json_schema(
     strict: bool = False,
     must_fit: bool = False,
 ) -> Grammar:
-    """Return the grammar of a schema, or of any object if it is None.
+    """Return the grammar of a schema, or of any object if the schema is None.
 
-    A `strict` schema is enforced completely or refused. An answer that violates a `strict` or
-    `must_fit` schema becomes an error.
+    A `strict` schema is refused unless a grammar enforces all of it. With `strict` or `must_fit`,
+    an answer that violates the schema is an error.
     """
     if schema is None:
         return ANY_OBJECT
@@ -245,10 +242,8 @@ def json_schema(
 
 
 def one_form(forms: Sequence[tuple[str, Grammar]]) -> tuple[str, Grammar]:
-    """Return the first field's name and grammar, strict or not, if all fields ask for the same
-    format. Raises BadRequest if they ask for different formats.
-    """
-    # Clients made for several kinds of servers repeat the format in each server's field.
+    """Return the first field's name and grammar. Raises BadRequest if the formats differ."""
+    # Clients for several servers set the field of each server.
     (name, grammar), *others = forms
     for other_name, other in others:
         if _meaning(other) != _meaning(grammar):
@@ -260,7 +255,6 @@ def one_form(forms: Sequence[tuple[str, Grammar]]) -> tuple[str, Grammar]:
 
 
 def _meaning(grammar: Grammar) -> tuple[str, str | bytes]:
-    """Return a grammar's kind and source, with sorted keys, so that equal schemas are equal."""
     if grammar.kind == "json_schema":
         schema = orjson.loads(grammar.source)
         return grammar.kind, orjson.dumps(schema, option=orjson.OPT_SORT_KEYS)
@@ -268,20 +262,19 @@ def _meaning(grammar: Grammar) -> tuple[str, str | bytes]:
 
 
 class StructuredRequest(SampledRequest):
-    """A request that may constrain its answer: to a JSON Schema, a regex, choices or a grammar."""
+    """A request that may ask for a format of the answer."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    # vLLM's older fields for structured outputs.
     guided_json: SchemaOrText | None = None
     guided_regex: Regex | None = None
     guided_choice: ChoiceTexts | None = None
     guided_grammar: GrammarText | None = None
 
     def form(self) -> tuple[str, Grammar | None]:
-        """Return the name and the grammar (or None) of the field that asks for a format.
+        """Return the name of the field that sets the answer's format, and its grammar or None.
 
-        Raises as `one_form` does.
+        Raises BadRequest if two fields ask for different formats.
         """
         forms = self.forms()
         if not forms:
@@ -317,12 +310,7 @@ def require_free(grammar: Grammar | None, form_param: str, calling: Calling | No
 
 
 def schema_from_prompt(grammar: Grammar | None, prompt: str) -> Grammar | None:
-    """Return the grammar of a schema at the end of the prompt, if the request allows any JSON
-    object and there is such a schema; otherwise return `grammar`.
-    """
-    # Clients put schemas into the prompt for servers without `json_schema`. A small model answers
-    # such a prompt with anything, or with the schema itself. A large one follows it unaided, so the
-    # guess is only made if the model's settings ask for it.
+    # Some clients write the schema into the prompt, where small models do not follow it.
     if grammar != ANY_OBJECT:
         return grammar
     try:
@@ -341,15 +329,13 @@ class StreamOptions(Part):
     include_usage: bool = False
 
 
-THINKING_BUDGET = "thinking_token_budget"  # vLLM's name; 0 ends the thinking at once
+THINKING_BUDGET = "thinking_token_budget"  # vLLM's name
 ThinkingTokenBudget = Annotated[int, Field(ge=0)] | None
 NO_BUDGETS: Mapping[str, int] = MappingProxyType({})
 
 
 def read_budget(asked: int | None, effort: str | None, own: Mapping[str, int]) -> int | None:
-    """Return the most tokens of thinking: `asked` by the request, or else the model's `own` value
-    for the effort.
-    """
+    """Return `asked`, or else the model's limit of thinking tokens for this effort."""
     if asked is not None:
         return asked
     default = own.get("default")
@@ -360,9 +346,7 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 def thinking_args(effort: Effort | None, *, is_scored: bool) -> dict[str, Any]:
-    """Return the chat template's arguments for an effort. `is_scored`: the request asks for one
-    token with its logprobs, so thinking is off, to make that a token of the answer.
-    """
+    # A request for the logprobs of one token (`is_scored`) wants no thinking.
     if is_scored or effort in ("none", "minimal"):
         return {"enable_thinking": False}
     if effort is None:
@@ -371,22 +355,20 @@ def thinking_args(effort: Effort | None, *, is_scored: bool) -> dict[str, Any]:
 
 
 class PromptTokensDetails(TypedDict):
-    """Details on the prompt's tokens: how many had their KV in the prefix cache, and how many are
-    those of images, if there are any.
-    """
+    """How many of the prompt's tokens had cached KV, and how many are those of images."""
 
     cached_tokens: int
     image_tokens: NotRequired[int]
 
 
 class CompletionTokensDetails(TypedDict):
-    """Details on the answer's tokens: how many are the model's reasoning."""
+    """How many of the answer's tokens are reasoning."""
 
     reasoning_tokens: int
 
 
 class CompletionUsage(TypedDict):
-    """The number of tokens read and written, for all choices together."""
+    """The numbers of tokens read and written, for all choices together."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -404,7 +386,7 @@ class TopLogprob(TypedDict):
 
 
 class ChatTokenLogprob(TopLogprob):
-    """A token of the answer. `top_logprobs` are the likeliest tokens at its position, in order."""
+    """A token of the answer, with the likeliest tokens at its position."""
 
     top_logprobs: list[TopLogprob]
 
@@ -426,12 +408,10 @@ class Heading(TypedDict):
 
 
 class SchemaVerdict(TypedDict):
-    """How an answer was held to its schema. `unenforced` lists the schema's parts that no grammar
-    enforced. `schema_valid` says whether the answer matches the schema; null if that is unknown.
-    """
+    """How well an answer was held to its schema."""
 
-    unenforced: list[str]
-    schema_valid: bool | None
+    unenforced: list[str]  # parts of the schema that no grammar enforced
+    schema_valid: bool | None  # null if unknown
 
 
 def logprobs_dict(logprobs: Sequence[TokenLogprob]) -> ChoiceLogprobs:
@@ -439,7 +419,6 @@ def logprobs_dict(logprobs: Sequence[TokenLogprob]) -> ChoiceLogprobs:
 
 
 def token_dict(logprob: TokenLogprob) -> ChatTokenLogprob:
-    """Return a token's logprob with those of the likeliest tokens at its position, in order."""
     tokens: list[TopLogprob] = [
         {"token": token.token, "logprob": token.logprob, "bytes": list(token.bytes)}
         for token in (logprob.chosen, *logprob.top)

@@ -1,6 +1,4 @@
-"""Images in requests: read for a model that sees, left out or refused for a model that only reads
-text, and never shown in a log.
-"""
+"""Reads the images of requests, leaves them out, refuses them, or hides them from logs."""
 
 import re
 import secrets
@@ -26,8 +24,7 @@ _DETAILS: Final[Mapping[object, Detail]] = {
 }
 _HEADER = re.compile(r"data:[^,]{0,1024};base64,", re.IGNORECASE)
 _BLANKS = " \t\n\v\f\r"
-# Digits of base64 decoded at once, a multiple of four: the decoder holds the GIL for some
-# milliseconds.
+# The base64 digits, a multiple of four, to decode at once: the decoder holds the GIL.
 _SLICE = 1 << 20
 _TAG_KEY = secrets.token_bytes(32)
 
@@ -42,24 +39,24 @@ class ImageLimits:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """The base64 of an image: the part of `text` from `start` on."""
+    """The base64 of an image, from `start` on in `text`."""
 
     text: str
     start: int
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes that the base64 stands for; nothing is decoded."""
+        """Return the size of the image, without decoding it."""
         others = sum(self.text.count(letter, self.start) for letter in (*_BLANKS, "="))
         return (len(self.text) - self.start - others) * 3 // 4
 
     def decode(self, place: str) -> bytes:
-        """Return the image's bytes. Raises BadRequest for anything but base64 and whitespace."""
+        """Return the bytes of the image. Raises BadRequest for data that is not base64."""
         try:
             given = self.text[self.start :].encode("ascii").translate(None, _BLANKS.encode())
             digits = given.rstrip(b"=")
             padding = b"=" * (-len(digits) % 4)
-            # A slice may end in padding only if it is the last one.
+            # The decoder would accept padding at the end of any slice.
             if b"=" in digits or len(given) - len(digits) > len(padding):
                 raise Error
             padded = digits + padding
@@ -73,29 +70,28 @@ class _Source:
 
 
 class ImageReader:
-    """Reads the images of one request in order. Each image gets a word, which stands for the image
-    in the text of its turn. Without limits, the model only reads text: every image is refused.
+    """Collects the images of a request, and puts a random word in the place of each.
+
+    Without limits, every image is refused.
     """
 
     def __init__(self, limits: ImageLimits | None = None) -> None:
         self._limits = limits
-        # The secret is drawn after the request has arrived: no client can put such a word into it.
+        # Clients cannot write such a word, since the secret is new for each request.
         self._secret = secrets.token_hex(16)
-        self._found: list[tuple[_Source, ImageInput]] = []  # images without data
+        self._found: list[tuple[_Source, ImageInput]] = []
 
     def check(self, kind: str, place: str, role: str, *, param: str | None = None) -> None:
-        """Raise BadRequest if images of this kind are not read from a turn with this role. `place`
-        is the image's place in the request.
-        """
+        """Raise BadRequest if this model or this role may not have images."""
         if self._limits is None:
             raise ImageRefused(kind, place, param or place)
         if role not in _READ:
             raise _invalid(place, "only messages of the user and results of tools may have images.")
 
     def word(self, part: Part, place: str, role: str, *, param: str | None = None) -> str:
-        """Return the word of an image, and note the image. Nothing is decoded yet.
+        """Note an image, without decoding it, and return its word.
 
-        Raises BadRequest for an image that is not sent whole, or is beyond a limit.
+        Raises BadRequest for an image without data, or one beyond a limit.
         """
         fields = part.model_dump(exclude_none=True)
         kind = fields["type"]
@@ -105,7 +101,7 @@ class ImageReader:
         if number > self._limits.images:
             raise _invalid(place, f"a request may have at most {self._limits.images} images.")
         source = _source(fields, place)
-        # The exact count takes some milliseconds a megabyte: it is left out for small images.
+        # The exact count takes milliseconds a megabyte, so small images skip it.
         is_near = (len(source.text) - source.start) * 3 // 4 > self._limits.nbytes
         if is_near and source.nbytes > self._limits.nbytes:
             raise _invalid(
@@ -118,8 +114,8 @@ class ImageReader:
         return word
 
     def decode(self) -> Sequence[ImageInput]:
-        """Return all images that were noted. Raises BadRequest for data that is not base64."""
-        # Stored items may share one text of an image: it is decoded once.
+        """Return all noted images. Raises BadRequest for data that is not base64."""
+        # Stored items may share one image's text, which is decoded once.
         contents: dict[int, bytes] = {}
         for source, image in self._found:
             if id(source.text) not in contents:
@@ -131,12 +127,11 @@ REFUSING: Final = ImageReader()
 
 
 def _invalid(place: str, why: str) -> BadRequest:
-    """Return the error for an image that cannot be read, in words that Claude Code knows."""
+    """Return the error for a bad image, in words that Claude Code recognizes."""
     return BadRequest(f"Invalid '{place}': Could not process image: {why}", param=place)
 
 
 def _source(fields: Mapping[str, Any], place: str) -> _Source:
-    """Return the base64 of an image in any API's form."""
     match fields:
         case {"source": {"type": "base64", "data": str(data)}}:
             return _Source(data, 0)
@@ -165,7 +160,7 @@ def _detail(fields: Mapping[str, Any], place: str) -> Detail:
 
 
 def hide_images(value: Any) -> Any:
-    """Return the fields of a request with a few words in the place of each image, for logs."""
+    """Return a request's fields for a log, with a summary in place of each image."""
     if isinstance(value, list | tuple):
         return [hide_images(each) for each in value]
     if isinstance(value, dict):
@@ -185,23 +180,19 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _summary(text: str) -> str:
-    """Return an image's size, and a tag that tells the image from others in this process's logs."""
     header = _HEADER.match(text)
     source = _Source(text, header.end() if header is not None else 0)
-    # A hash without a key would give a known picture away.
+    # Without the key, the hash would reveal a known picture.
     tag = blake2b(text[source.start :].encode(), digest_size=4, key=_TAG_KEY).hexdigest()
     return f"<image {source.nbytes:,} bytes, tag {tag}>"
 
 
 def leave_images_out(turns: Sequence[P]) -> tuple[list[P], int]:
-    """Return a conversation's messages or items with a text in place of each image of an earlier
-    turn or of a tool's result, and the number of the images that were replaced.
+    """Return the turns with a text in place of older images, and the number of these images.
 
-    Images stay, to be refused, in system messages, which hold for each turn, and in the user's
-    newest message. An assistant's message after the newest one is the beginning of the answer.
+    Images in system messages and in the newest user message stay, so that they are refused.
     """
-    # Only the last of several user messages in a row is new: the others had no answer, perhaps
-    # because an image was refused.
+    # An assistant's message at the end is the beginning of the answer, not a newer turn.
     roles = [getattr(turn, "role", None) for turn in turns]
     passed = (*_SYSTEM, "assistant")
     newest = max((i for i, role in enumerate(roles) if role not in passed), default=-1)

@@ -1,6 +1,4 @@
-"""Converts chat messages from OpenAI's form to the one that chat templates read, and the arguments
-of earlier calls from the forms of three APIs.
-"""
+"""Converts chat messages and tool calls to the form that chat templates read."""
 
 from collections.abc import Mapping, Sequence
 from itertools import groupby
@@ -29,11 +27,11 @@ Role = Literal["developer", "system", "user", "assistant", "tool", "function"]
 
 
 class ContentPart(Part):
-    """A piece of a message's content: text, or an image where the model reads images."""
+    """A piece of a message's content: text or an image."""
 
     harmless = frozenset({"annotations", "cache_control", "logprobs", "prompt_cache_breakpoint"})
 
-    # The field that has a part's text, by the part's type.
+    # The name of the text's field, by type of part.
     fields: ClassVar[Mapping[str, str]] = {"text": "text", "refusal": "refusal"}
 
     type: Label = Field(json_schema_extra={"enum": ["text", "refusal"]})
@@ -42,7 +40,7 @@ class ContentPart(Part):
 
 
 class OtherContentPart(Skipped):
-    """A piece of a message that is not read."""
+    """A piece of a message that the gateway does not read."""
 
     type: Annotated[Label, Field(json_schema_extra={"not": {"enum": ["text", "refusal"]}})]
 
@@ -60,14 +58,14 @@ Contents = Annotated[
 
 
 class Function(Part):
-    """A function's name and its arguments: JSON inside a string, or the object itself."""
+    """A function's name and its arguments, as a JSON string or as an object."""
 
     name: Label
     arguments: Annotated[Any, Field(json_schema_extra={"type": "string"})] = ""
 
     @property
     def unread(self) -> frozenset[str]:
-        """Return `arguments` if they are no object: the model does not read them as sent."""
+        """Count `arguments` as ignored unless they are an object."""
         return frozenset({"arguments"} if parse_object(self.arguments) is None else ())
 
 
@@ -83,7 +81,6 @@ class ToolCall(Part):
     @model_validator(mode="before")
     @classmethod
     def _read_custom(cls, call: Any) -> Any:
-        """Read a custom tool's input, a text, as the argument `input`."""
         custom = call.get("custom") if isinstance(call, dict) else None
         if not isinstance(custom, dict) or call.get("function") is not None:
             return call
@@ -91,12 +88,11 @@ class ToolCall(Part):
         return {**call, "function": {"name": custom.get("name"), "arguments": arguments}}
 
 
-# Values other than texts are ignored, as unknown fields are.
 Thoughts = Annotated[Any, Field(json_schema_extra={"type": "string"})]
 
 
 class Message(Part):
-    """One turn of a conversation, as a client sends it. It may be an earlier answer, unchanged."""
+    """One message of a conversation, as a client sends it."""
 
     harmless = frozenset({"annotations", "refusal"})
 
@@ -105,7 +101,7 @@ class Message(Part):
     name: Label | None = None
     tool_calls: Annotated[list[ToolCall], FAIL_FAST, ITEM_LIMIT] | None = None
     tool_call_id: Label | None = None
-    prefix: bool | None = None  # Mistral's and DeepSeek's field: the answer continues the message
+    prefix: bool | None = None  # Mistral's and DeepSeek's field
     reasoning_content: Thoughts = None
     reasoning: Thoughts = None  # vLLM's and OpenRouter's name
 
@@ -118,20 +114,18 @@ class Message(Part):
 
     @property
     def thoughts(self) -> str:
-        """Return the assistant's thoughts, empty if it has none."""
         texts = (self.reasoning_content, self.reasoning) if self.role == "assistant" else ()
         given = [text for text in texts if text and isinstance(text, str)]
         return next(filter(str.strip, given), "".join(given[:1]))
 
     @property
     def unread(self) -> frozenset[str]:
-        """Return the fields with thoughts that the model does not read."""
         fields = {"reasoning_content": self.reasoning_content, "reasoning": self.reasoning}
         return frozenset(name for name, value in fields.items() if value and value != self.thoughts)
 
 
 def is_continuation(messages: Sequence[Message], *, requested: bool) -> bool:
-    """Return True if the answer continues the last message, as `requested` or by its `prefix`.
+    """Return True if the answer continues the last message.
 
     Raises BadRequest if that message cannot be continued.
     """
@@ -155,12 +149,11 @@ def is_continuation(messages: Sequence[Message], *, requested: bool) -> bool:
 
 
 def to_template(messages: list[Message], images: ImageReader = REFUSING) -> list[dict[str, Any]]:
-    """Return the turns as templates expect them, at least one. A word stands for each image.
+    """Return the turns that chat templates read, at least one, with a word for each image.
 
     Raises BadRequest for content that is not read.
     """
-    # `developer` becomes `system`; all system turns are joined into the first turn, and consecutive
-    # user turns into one: many templates refuse anything else.
+    # Many templates allow only one system turn, at the start, and no two user turns in a row.
     turns = [_turn(message, f"messages[{i}]", images) for i, message in enumerate(messages)]
     system = "\n\n".join(turn["content"] for turn in turns if turn["role"] == "system")
     template_turns: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
@@ -218,8 +211,9 @@ def join_texts(
     skips: bool = False,
     images: ImageReader = REFUSING,
 ) -> str:
-    """Return the text of all parts, with a word for each image. Raises BadRequest for any other
-    part; with `skips`, parts that only other servers read are left out instead.
+    """Return the text of all parts, with a word for each image.
+
+    Raises BadRequest for other parts; with `skips`, parts of unknown types are left out instead.
     """
     texts = []
     for i, part in enumerate(parts):
@@ -241,7 +235,7 @@ def join_texts(
 
 
 def parse_object(given: object) -> dict[str, Any] | None:
-    """Return an object as given, or the one that a JSON text holds ({} for no text); else None."""
+    """Return an object that is given as it is or as JSON, or None for anything else."""
     if isinstance(given, str):
         try:
             given = parse(given.encode() or b"{}")
@@ -251,17 +245,16 @@ def parse_object(given: object) -> dict[str, Any] | None:
 
 
 def read_arguments(given: object) -> dict[str, Any]:
-    """Return the arguments of an earlier call by name, since templates iterate over them.
+    """Return the arguments of an earlier call by name.
 
-    An object that was cut, as `max_tokens` cuts a call, is closed. A value that is no object, and
-    a text that is no JSON, becomes the argument `input`.
+    JSON that was cut off is completed. Any other value becomes the argument `input`.
     """
     value = given
     if isinstance(given, str):
         value = parse_object(given)
         if value is None:
             value = _repair(given)
-    if isinstance(value, str):  # JSON may be inside a string of JSON
+    if isinstance(value, str):  # the JSON may be encoded twice
         inner = parse_object(value)
         value = value if inner is None else inner
     if isinstance(value, dict):
@@ -270,7 +263,7 @@ def read_arguments(given: object) -> dict[str, Any]:
 
 
 def _repair(json: str) -> Any:
-    """Return the value of a JSON text, closing an object that was cut. Return other texts as is."""
+    """Parse JSON that may be cut off, or return a text that is not JSON."""
     is_partial = json.lstrip().startswith("{")
     if json.count(":") + json.count("[") + json.count("{") > MAX_PARTS:
         return json

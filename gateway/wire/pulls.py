@@ -10,7 +10,7 @@ from gateway.wire.validation import Request
 
 
 class PullRequest(Request):
-    """A request to download a model of models.yaml, or of the hub: `org/name` or `hub:org/name`."""
+    """A request to download a model of models.yaml or the hub (`org/name`, `hub:org/name`)."""
 
     example: ClassVar = {"stream": False}
 
@@ -19,7 +19,7 @@ class PullRequest(Request):
 
 
 class PullProgress(TypedDict):
-    """The progress of a download; `status` is `success` when it is complete."""
+    """The progress of a download."""
 
     object: Literal["pull"]
     model: str

@@ -1,4 +1,4 @@
-"""/v1/rerank and /v1/score: request → RerankJob; scores → JSON, as Cohere, TEI or vLLM write it."""
+"""The requests and answers of /v1/rerank and /v1/score."""
 
 from collections.abc import Sequence
 from http import HTTPStatus
@@ -29,7 +29,7 @@ _DOCUMENTS: Final = {**_TEXTS, "items": {"anyOf": [_TEXT, _DOCUMENT]}}
 
 
 class TextDocument(Part):
-    """A document as an object, not a string."""
+    """A document that is an object, not a string."""
 
     text: str
 
@@ -39,7 +39,7 @@ _TextDocuments = Annotated[list[str | TextDocument], Field(max_length=MAX_INPUTS
 
 
 def _read_flag(value: object) -> object:
-    # RAGFlow sends "true" and "false".
+    # RAGFlow sends the strings "true" and "false".
     return value == "true" if value in ("true", "false") else value
 
 
@@ -55,7 +55,7 @@ Documents = Annotated[str | _TextDocuments, WithJsonSchema({"anyOf": [_TEXT, _DO
 
 
 class Empty(BadRequest):
-    """The error for an empty query, an empty document or an empty list of documents."""
+    """The error for an empty query, document or list of documents."""
 
 
 class ScoringRequest(Request):
@@ -63,7 +63,6 @@ class ScoringRequest(Request):
 
     harmless = frozenset({"user", "priority", "rank_fields"})
     kind = "rerank"
-    # The fields that errors name for the two parts of a job: its queries and its documents.
     params: ClassVar = {"prompt": "query", "documents": "documents"}
 
     model: Annotated[Label, Field(min_length=1)] | None = None
@@ -74,7 +73,6 @@ class ScoringRequest(Request):
     use_activation: bool = True
 
     def texts_of(self, part: Literal["prompt", "documents"]) -> list[str]:
-        """Return the queries (one, or one for each document), or the documents."""
         value = getattr(self, self.params[part])
         if isinstance(value, str):
             return [value]
@@ -112,7 +110,7 @@ class TextsRequest(ScoringRequest):
 
 
 class ScoreRequest(ScoringRequest):
-    """A request to vLLM's /v1/score. `text_1` is one text, or has as many texts as `text_2`."""
+    """A request to vLLM's /v1/score."""
 
     example: ClassVar = {
         "text_1": "What is the capital of France?",
@@ -120,7 +118,7 @@ class ScoreRequest(ScoringRequest):
     }
     params: ClassVar = {"prompt": "text_1", "documents": "text_2"}
 
-    text_1: OneOrMoreTexts
+    text_1: OneOrMoreTexts  # one text, or as many as `text_2` has
     text_2: OneOrMoreTexts
 
 
@@ -132,7 +130,7 @@ def to_job(
     prompt_name: str | None,
     bounds: CharBounds,
 ) -> RerankJob:
-    """Return the job of a request. Fields that it leaves out come from the model's defaults.
+    """Return the job of a request, with the model's defaults for fields that it leaves out.
 
     Raises BadRequest for an empty text, and for texts that are too many or too long.
     """
@@ -174,7 +172,7 @@ class RerankedDocument(TypedDict):
 
 
 class RerankResult(TypedDict):
-    """A document's score. `index` is the document's position in the request."""
+    """A document's score, and the document's position in the request."""
 
     index: int
     relevance_score: float
@@ -202,7 +200,7 @@ class RerankMeta(TypedDict):
 
 
 class Reranking(TypedDict):
-    """The documents' scores, best first. Documents with equal scores stay in the sent order."""
+    """The documents' scores, best first."""
 
     id: str
     object: Literal["list"]
@@ -236,7 +234,7 @@ def write_reranking(
 
 
 class RankedText(TypedDict):
-    """A text's score in TEI's format. `index` is the text's position in the request."""
+    """A text's score in TEI's format, and the text's position in the request."""
 
     index: int
     score: float
@@ -244,7 +242,6 @@ class RankedText(TypedDict):
 
 
 def write_ranked_texts(answer: Reranked, request: TextsRequest) -> list[RankedText]:
-    """Return TEI's answer: every text, best first."""
     results: list[RankedText] = []
     for index in _best_first(answer):
         result: RankedText = {"index": index, "score": float(answer.scores[index])}
@@ -294,19 +291,18 @@ def _best_first(answer: Reranked) -> list[int]:
 
 
 def may_be_texts(body: bytes | bytearray) -> bool:
-    """Return False if a body is certainly not in TEI's format. The body is not parsed."""
+    """Return False if an unparsed body is certainly not in TEI's format."""
     return b'"texts"' in body
 
 
 def is_texts(body: bytes | bytearray, max_depth: int = INNER_DEPTH) -> bool:
-    """Return True for a body in TEI's format: with `texts` and without `documents`."""
+    """Return True for a body in TEI's format, with `texts` and without `documents`."""
     try:
         fields = parse(body, max_depth)
-    except ValueError:  # not JSON, which is reported when the request is read
+    except ValueError:  # invalid JSON is reported later
         return False
     if not isinstance(fields, dict):
         return False
-    # A null counts as absent.
     return fields.get("texts") is not None and fields.get("documents") is None
 
 
@@ -321,7 +317,7 @@ TEXTS_ERROR_STATUSES: Final = (400, 415, 422, 424, 429, 503)
 
 
 class TextsError(GatewayError):
-    """An error of a request in TEI's format, with TEI's status and body."""
+    """An error with TEI's status and body."""
 
     def __init__(self, error: GatewayError) -> None:
         super().__init__(

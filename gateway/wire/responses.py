@@ -1,4 +1,4 @@
-"""POST /v1/responses: request → GenerateJob, and the shape of the answer."""
+"""The requests and answers of POST /v1/responses."""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, NotRequired
@@ -51,7 +51,7 @@ from gateway.wire.tools import (
 from gateway.wire.validation import Part, check_length
 
 LOGPROBS = "message.output_text.logprobs"
-# The values of `include`; only the first has an effect.
+# The values of `include`, of which only the first has an effect.
 Includable = Literal[
     "message.output_text.logprobs",
     "reasoning.encrypted_content",
@@ -63,7 +63,7 @@ Includable = Literal[
     "code_interpreter_call.outputs",
 ]
 
-# The fields of chat completions that set the form of an answer.
+# Fields of chat completions that set the answer's format.
 _FORMS = (
     *("response_format", "structured_outputs"),
     *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
@@ -72,7 +72,7 @@ _RENAMED = "In the Responses API it is '{}'."
 
 
 class TextFormat(Part):
-    """A format of the text, in OpenAI's flat form."""
+    """The format of the answer's text."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: Name | None = None
@@ -94,21 +94,21 @@ class TextFormat(Part):
 
 
 class TextConfig(Part):
-    """The form of the text."""
+    """Settings of the answer's text."""
 
     format: TextFormat | None = None
     verbosity: Label | None = None
 
 
 class Reasoning(Part):
-    """How much the model may think. Summaries are not written."""
+    """Settings of the model's reasoning."""
 
     effort: Effort | None = None
-    summary: Label | None = None
+    summary: Label | None = None  # has no effect
 
 
 class ResponsesRequest(SampledRequest):
-    """A request to OpenAI's endpoint, with functions as the only tools."""
+    """A request to OpenAI's Responses API."""
 
     harmless = frozenset(
         {
@@ -151,7 +151,7 @@ class ResponsesRequest(SampledRequest):
     model: Annotated[Label, Field(min_length=1)]
     input: Items
     previous_response_id: Annotated[Label, Field(min_length=1)] | None = None
-    store: bool = True  # keep the response for a while, if the gateway keeps any
+    store: bool = True  # keep the response, if the gateway keeps any
     instructions: str | None = None
     max_output_tokens: MaxTokens = None
     text: TextConfig = TextConfig()
@@ -186,8 +186,7 @@ class ResponsesRequest(SampledRequest):
         return super().param_of(part)
 
     def locate(self, error: GatewayError) -> GatewayError:
-        """Return an error about a part of the job as one about a field of this request."""
-        # An error about the schema always has a code, as at OpenAI.
+        # OpenAI gives every error about the schema this code.
         located = super().locate(error)
         if error.part is None or located.param != "text.format.schema":
             return located
@@ -198,14 +197,14 @@ class ResponsesRequest(SampledRequest):
 
     @property
     def has_references(self) -> bool:
-        """Return True if the request refers to an earlier response, or to items of one."""
+        """Return True if the request refers to an earlier response or its items."""
         return self.previous_response_id is not None or any(
             isinstance(item, Item) and item.is_reference for item in self.input
         )
 
     @property
     def logprobs(self) -> int | None:
-        """Return how many of the likeliest tokens to list at each place; None for no logprobs."""
+        """Return how many likely tokens to list at each position, or None for no logprobs."""
         return self.top_logprobs if LOGPROBS in self.include or self.top_logprobs else None
 
     @property
@@ -213,7 +212,7 @@ class ResponsesRequest(SampledRequest):
         return self.thinking_token_budget
 
     def template_args(self) -> dict[str, Any]:
-        """Return the template's arguments. The request's own override those of its effort."""
+        """Return the chat template's arguments; `chat_template_kwargs` takes precedence."""
         is_scored = self.max_output_tokens == 1 and self.logprobs is not None
         args = thinking_args(self.reasoning.effort, is_scored=is_scored)
         return {**args, **self.chat_template_kwargs}
@@ -231,8 +230,8 @@ def to_job(
     budgets: Mapping[str, int] = NO_BUDGETS,
     images: ImageReader = REFUSING,
 ) -> GenerateJob:
-    """Return the job of a request. Fields that it leaves out come from the model's defaults."""
-    # The items are the whole conversation; the request's own input is the end of it.
+    """Return the job of a request, with the model's defaults for fields that it leaves out."""
+    # `items` is the whole conversation, which ends with the request's input.
     earlier = len(items) - len(request.input)
     toolset = unpack(request.tools)
     messages = to_template(
@@ -299,7 +298,7 @@ class ReasoningItem(TypedDict):
 
 
 class FunctionCallItem(TypedDict):
-    """A call of a function, with the function's namespace if it has one."""
+    """A call of a function."""
 
     id: str
     type: Literal["function_call"]
@@ -314,15 +313,13 @@ OutputItem = TypeAliasType("OutputItem", OutputMessage | ReasoningItem | Functio
 
 
 class InputTokensDetails(PromptTokensDetails):
-    """Details on the prompt's tokens: how many had cached KV, how many are those of images, if any.
-    `cache_write_tokens` is 0, since no token is billed for being cached.
-    """
+    """How many of the prompt's tokens had cached KV, and how many are those of images."""
 
-    cache_write_tokens: int
+    cache_write_tokens: int  # always 0, since no token is billed for being cached
 
 
 class OutputTokensDetails(TypedDict):
-    """Details on the answer's tokens: how many are the model's reasoning."""
+    """How many of the answer's tokens are reasoning."""
 
     reasoning_tokens: int
 
@@ -361,21 +358,21 @@ class IncompleteDetails(TypedDict):
 
 
 class ResponseReasoning(TypedDict):
-    """How much the model was to reason."""
+    """The requested effort of the model's reasoning."""
 
     effort: Effort | None
     summary: None
 
 
 class ResponseText(TypedDict):
-    """The form of the text, as requested."""
+    """The requested settings of the text."""
 
     format: dict[str, Any]
     verbosity: str | None
 
 
 class Response(TypedDict):
-    """An answer of the Responses API, with the settings of its request."""
+    """An answer of the Responses API, with the settings that were requested."""
 
     id: str
     object: Literal["response"]

@@ -1,4 +1,4 @@
-"""The input items of a Responses request: read, converted to chat messages, written for storage."""
+"""Reads, converts and stores the input items of a Responses request."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -45,7 +45,7 @@ _PREFIXES = {
     "reasoning": "rs",
 }
 REFERENCE = "item_reference"
-# Each type of call: the field with its arguments, and the name of a call that states no name.
+# The field with a call's arguments and the call's default name, by type of call.
 _CALLS: Final[Mapping[str, tuple[str, str | None]]] = {
     "function_call": ("arguments", None),
     "custom_tool_call": ("input", None),
@@ -58,7 +58,7 @@ TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 
 
 class InputPart(ContentPart):
-    """A piece of an item's content: text, or an image where the model reads images."""
+    """A piece of an item's content: text or an image."""
 
     harmless = frozenset({"annotations", "logprobs", "prompt_cache_breakpoint"})
     fields: ClassVar[Mapping[str, str]] = {**dict.fromkeys(TEXTS, "text"), "refusal": "refusal"}
@@ -67,7 +67,7 @@ class InputPart(ContentPart):
 
 
 def as_parts(value: object) -> object:
-    """Return a text, or each text in a list, as a part. Other values stay as they are."""
+    """Wrap each text in a part, and return other values unchanged."""
     if isinstance(value, str):
         value = [value]
     if not isinstance(value, list):
@@ -78,7 +78,7 @@ def as_parts(value: object) -> object:
 
 
 class OtherInputPart(Skipped):
-    """A piece of an item's content that is not read."""
+    """A piece of an item's content that the gateway does not read."""
 
     type: Annotated[Label, Field(json_schema_extra={"not": {"enum": [*InputPart.fields]}})]
 
@@ -100,7 +100,7 @@ class Item(Part):
 
     harmless = frozenset({"encrypted_content", "phase", "status"})
 
-    # An item that has only an id stands for the item to which an earlier answer gave this id.
+    # An item that has only an id refers to an item of an earlier response.
     id: Label | None = None
     type: Label = Field("message", json_schema_extra={"enum": list(KINDS)})
     role: Literal["user", "assistant", "system", "developer"] | None = None
@@ -117,18 +117,18 @@ class Item(Part):
 
     @property
     def unread(self) -> frozenset[str]:
-        """Return `arguments` if they are no object: the model reads others than the client sent."""
+        """Count `arguments` as ignored unless they are an object."""
         is_object = parse_object(self.arguments or "") is not None
         return frozenset(() if is_object else {"arguments"})
 
     @property
     def is_reference(self) -> bool:
-        """Return True if the item refers to another by id; its type is optional then."""
+        """Return True if the item only refers to an earlier item by id."""
         return self.type == REFERENCE or self.model_fields_set <= {"id"}
 
 
 class OtherItem(Skipped):
-    """An item of another type, which is not read."""
+    """An item that the gateway does not read."""
 
     id: Label | None = None
     type: Annotated[Label, Field(json_schema_extra={"not": {"enum": list(KINDS)}})]
@@ -138,9 +138,9 @@ AnyItem = Annotated[
     Annotated[Item, Tag(KNOWN)] | Annotated[OtherItem, Tag(OTHER)],
     by_type(dict.fromkeys(KINDS, KNOWN)),
 ]
-# The mark of an image's text in stored JSON, which has no such byte of its own.
+# A byte that never occurs in JSON, in place of an image's text in a stored item.
 _MARK = b"\0"
-PAGE_BYTES = 1 << 25  # the most JSON in a page of items; a single item may have more
+PAGE_BYTES = 1 << 25  # the most JSON in a page of several items
 _STORED: Final[TypeAdapter[Item | OtherItem]] = TypeAdapter(AnyItem)
 
 
@@ -162,7 +162,7 @@ Items = Annotated[
 def resolve_references(
     items: Sequence[AnyItem], find: Callable[[str], AnyItem | None]
 ) -> list[AnyItem]:
-    """Return the items with each reference replaced by the item with its id.
+    """Replace each reference by the item that has its id.
 
     Raises BadRequest for a reference without an id, ResponseNotFound for an unknown id.
     """
@@ -183,7 +183,7 @@ def resolve_references(
 
 
 class DumpedItem(NamedTuple):
-    """An item's id and its JSON, in which a mark stands for the text of each image."""
+    """An item as JSON, with the texts of its images kept apart."""
 
     id: str
     body: bytes
@@ -191,18 +191,17 @@ class DumpedItem(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Return about how many bytes the whole JSON has."""
+        """Return the approximate size of the whole JSON."""
         return len(self.body) + sum(map(len, self.images))
 
     def to_json(self) -> bytes:
-        """Return the whole JSON."""
         first, *rest = self.body.split(_MARK)
         pairs = zip(map(orjson.dumps, self.images), rest, strict=True)
         return b"".join((first, *chain.from_iterable(pairs)))
 
 
 def _find_images(fields: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield the places of images in an item's fields: an object, and the key of the text in it."""
+    """Yield the dict and the key that hold the text of each image."""
     lists = [fields.get(name) for name in ("content", "output")]
     for part in chain.from_iterable(each for each in lists if isinstance(each, list)):
         if isinstance(part, dict) and part.get("type") in [*IMAGE_TYPES]:
@@ -213,7 +212,6 @@ def _find_images(fields: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], st
 
 
 def read_item(body: bytes, images: Sequence[str] = ()) -> AnyItem:
-    """Read a stored item: one that `dump_items` wrote, or one of an earlier answer."""
     fields = orjson.loads(body.replace(_MARK, b'""'))
     for (holder, key), image in zip(_find_images(fields), images, strict=bool(images)):
         holder[key] = image
@@ -221,9 +219,7 @@ def read_item(body: bytes, images: Sequence[str] = ()) -> AnyItem:
 
 
 def dump_items(items: Sequence[AnyItem], used_ids: Iterable[str]) -> list[DumpedItem]:
-    """Return each item's id and its JSON."""
-    # An item without an id, or with one that is used already, gets a new one: ids have to be
-    # unique, since pages start after an id.
+    # Ids have to be unique, since a page starts after an id.
     seen_ids, dumped = set(used_ids), []
     for item in items:
         item_id = item.id
@@ -231,7 +227,7 @@ def dump_items(items: Sequence[AnyItem], used_ids: Iterable[str]) -> list[Dumped
             item_id = new_id(_PREFIXES.get(item.type, "item"), 16)
         seen_ids.add(item_id)
         fields = item.model_dump(exclude_unset=True, exclude={"id"})
-        # Some clients name a call by its item's id, which may have been replaced above.
+        # Some clients refer to a call by its item's id, which may have been replaced above.
         if item.type in (*_CALLS, *_OUTPUTS):
             fields["call_id"] = fields.get("call_id") or item.id
         images = []
@@ -244,7 +240,7 @@ def dump_items(items: Sequence[AnyItem], used_ids: Iterable[str]) -> list[Dumped
 
 
 class InputItem(TypedDict):
-    """A piece of the conversation that a response answers, as it was sent."""
+    """An input item, as it was sent."""
 
     id: str
     type: str
@@ -261,10 +257,9 @@ class InputItems(TypedDict):
 
 
 def page(items: Sequence[DumpedItem], query: Mapping[str, str]) -> InputItems:
-    """Return one page of items, newest first by default. A page of large items ends early.
+    """Return one page of items, newest first by default.
 
-    The query parameters are `limit` (1 to 100, 20 by default), `order` (asc or desc) and `after`,
-    the id of the last item before the page. Raises BadRequest for other values.
+    Raises BadRequest for a bad `limit` (1 to 100), `order` (asc or desc) or `after` (an id).
     """
     limit, order = read_limit(query, 100), query.get("order", "desc")
     if order not in ("asc", "desc"):
@@ -275,7 +270,7 @@ def page(items: Sequence[DumpedItem], query: Mapping[str, str]) -> InputItems:
         ids = [item.id for item in ordered_items]
         start = find_place(ids, query, "after", "item") + 1
     page_items = ordered_items[start : start + limit]
-    # Many items may share one image, which the page then repeats in each of them.
+    # Items may share one large image, which the page repeats for each item.
     sizes = accumulate(item.nbytes for item in page_items)
     page_items = page_items[: max(1, sum(size <= PAGE_BYTES for size in sizes))]
     return {
@@ -297,16 +292,14 @@ def to_messages(
 ) -> list[Message]:
     """Return the conversation as chat messages, instructions first.
 
-    The assistant's consecutive thoughts, text and calls become one message, as in an answer to a
-    chat request. The first `earlier` items are those of an earlier response. `names` has the names
-    under which the model knows functions. Raises BadRequest for missing fields and for content that
-    is not read.
+    The first `earlier` items come from an earlier response; `names` has the model's names of
+    functions. Raises BadRequest for missing fields and for content that is not read.
     """
     messages = [Message(role="system", content=instructions)] if instructions else []
     read = partial(join_texts, images=images)
     call_names: dict[str, str] = {}
     call_ids: dict[str, str | None] = {}
-    # Errors count the request's own items from 0.
+    # Errors number the request's own items from 0.
     for i, item in enumerate(items, -earlier):
         place = f"input[{i}]"
         if isinstance(item, OtherItem):
@@ -348,7 +341,7 @@ def to_messages(
     for message in messages:
         turn = turns[-1] if turns else []
         is_part = bool(turn) and turn[-1].role == message.role == "assistant"
-        # A text after a text begins another message, and so does a thought after a text.
+        # A text right after a text begins another message, and so does a thought after any text.
         said = [part for part in turn if part.content]
         is_next = said and (message.thoughts or (message.content and said[-1] is turn[-1]))
         if is_part and not is_next:

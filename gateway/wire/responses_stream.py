@@ -1,4 +1,4 @@
-"""The answer of a Responses request: deltas → output items, and the events that carry them."""
+"""Writes the answer of a Responses request as output items, streamed or whole."""
 
 import time
 from collections.abc import Mapping
@@ -58,9 +58,7 @@ class _PartFields(_ItemFields):
 
 
 class ContentPartEvent(_PartFields):
-    """The content part of a message or a reasoning item, which has exactly one. It is sent when the
-    part begins and when it ends.
-    """
+    """The content part of an item, sent when it begins and when it ends."""
 
     type: Literal["response.content_part.added", "response.content_part.done"]
     part: OutputText | ReasoningText
@@ -145,9 +143,9 @@ _PREFIXES: dict[BlockKind, str] = {"reasoning": "rs", "text": "msg", "call": "fc
 
 
 class ResponseWriter(BlockWriter):
-    """Builds a response from deltas.
+    """Writes an answer of the Responses API.
 
-    `qualified_names` maps the function names that the model sees to those of the request.
+    `qualified_names` maps the model's names of functions to those of the request.
     """
 
     names_events = True
@@ -163,9 +161,9 @@ class ResponseWriter(BlockWriter):
         self._numbers = count()
         self._has_begun = False
         self._finish: str | None = None
-        self._status: ItemStatus = "completed"  # the status of items when they end
-        self._new_logprobs: list[ChatTokenLogprob] = []  # those whose text no event has had yet
-        self._logprobs: list[ChatTokenLogprob] = []  # those of the open message's text so far
+        self._status: ItemStatus = "completed"
+        self._new_logprobs: list[ChatTokenLogprob] = []  # logprobs that no event has had yet
+        self._logprobs: list[ChatTokenLogprob] = []  # logprobs of the open message so far
 
     def accept(self, sampling: Sampling) -> None:
         self._response |= {"temperature": sampling.temperature, "top_p": sampling.top_p}
@@ -190,7 +188,6 @@ class ResponseWriter(BlockWriter):
         return events
 
     def end(self, usage: Usage) -> list[Event]:
-        """Complete the response, or mark it incomplete if `max_output_tokens` cut it."""
         events: list[Event] = []
         if self._new_logprobs and self._open is not None and self._open.kind == "text":
             events += self._piece(self._open, "")  # the logprobs of tokens without text
@@ -211,7 +208,6 @@ class ResponseWriter(BlockWriter):
         return [*events, *self._close(), self._event(f"response.{self._status}")]
 
     def fail(self, error: GatewayError) -> list[Event]:
-        """Mark the response as failed. The events of `begin` come first if none was sent yet."""
         first_events = [] if self._has_begun else self.begin(Usage(0))
         codes = {Overloaded: "rate_limit_exceeded", BadRequest: "invalid_prompt"}
         code = next((codes[kind] for kind in codes if isinstance(error, kind)), "server_error")
@@ -275,7 +271,6 @@ class ResponseWriter(BlockWriter):
         return [*events, self._item_event("response.output_item.done", block, item)]
 
     def _item(self, block: Block, status: ItemStatus) -> OutputItem:
-        """Return a block as an output item. An item in progress has no content yet."""
         parts = [] if status == "in_progress" else [self._part(block)]
         fields: dict[str, Any]
         if block.kind == "text":
@@ -303,7 +298,6 @@ class ResponseWriter(BlockWriter):
         return self._qualified_names.get(name, (None, name))
 
     def _fields(self, kind: str, block: Block) -> dict[str, Any]:
-        """Return the fields of an event about an item, with the next sequence number."""
         fields = {
             "type": kind,
             "sequence_number": next(self._numbers),

@@ -21,7 +21,7 @@ TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 class TokenizeRequest(Request):
-    """A prompt, or a conversation that the model's chat template turns into a prompt."""
+    """A request to tokenize a prompt or a conversation."""
 
     params: ClassVar = {"template_args": "chat_template_kwargs"}
     example: ClassVar = {"prompt": "Hello!"}
@@ -54,7 +54,7 @@ class TokenizeRequest(Request):
 def to_job(
     request: TokenizeRequest, caller: Caller, *, max_chars: int, images: ImageReader = REFUSING
 ) -> GenerateJob:
-    """Return a job whose prompt is to be tokenized. The job is never run."""
+    """Return a job whose prompt is tokenized, and which never runs."""
     if request.prompt is not None:
         if len(request.prompt) > max_chars:
             raise BadRequest(f"'prompt' is longer than {max_chars} characters.", param="prompt")
@@ -77,7 +77,7 @@ def to_job(
 
 
 class DetokenizeRequest(Request):
-    """Token ids of a model, to be turned into text."""
+    """A request to turn token ids into text."""
 
     example: ClassVar = {"tokens": [1, 2]}
 
@@ -91,12 +91,12 @@ class DetokenizeRequest(Request):
 
 
 class Tokenized(TypedDict):
-    """The token ids of a prompt. `token_strs` has the vocabulary's strings, if requested."""
+    """The token ids of a prompt."""
 
     count: int
     max_model_len: int
     tokens: list[int]
-    token_strs: list[str] | None
+    token_strs: list[str] | None  # the tokens as the vocabulary writes them
 
 
 class Detokenized(TypedDict):
@@ -106,7 +106,7 @@ class Detokenized(TypedDict):
 
 
 class TokenizerInfo(TypedDict):
-    """The special tokens of a model, and its chat template."""
+    """A model's special tokens and chat template."""
 
     bos_token: str | None
     eos_token: str | None

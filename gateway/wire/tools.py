@@ -26,7 +26,7 @@ class FunctionParam(Part):
     strict: bool | None = None
 
     def to_function(self) -> chat.Function:
-        """Return the function for a job. Without `parameters`, it takes any object."""
+        """Return the function for a job. Raises BadRequest if the parameters are no object."""
         parameters = self.parameters or {"type": "object", "properties": {}}
         types = parameters.get("type", "object")
         if "object" not in (types if isinstance(types, list) else [types]):
@@ -35,7 +35,6 @@ class FunctionParam(Part):
         return chat.Function(self.name, parameters, strict=bool(self.strict))
 
     def to_template(self) -> dict[str, Any]:
-        """Return the function in the format that chat templates read."""
         function = {"name": self.name, "parameters": self.to_function().parameters}
         if self.description is not None:
             function = {"name": self.name, "description": self.description, **function}
@@ -94,13 +93,12 @@ class CustomTool(FunctionParam):
 
 
 class OtherTool(Part):
-    """A tool that is not served. Beside functions, it is skipped, and a header names it."""
+    """A tool that is not served."""
 
     @property
     def model_extra(self) -> None:
         """Return None, so that the tool's fields are not listed as unknown."""
 
-    # Chat completions have no namespaces, so they skip a namespace like these tools.
     type: Annotated[Label, Field(json_schema_extra={"not": {"enum": ["function", "namespace"]}})]
 
 
@@ -142,7 +140,7 @@ class ResponseNamespace(TypedDict):
 
 
 class Namespace(Part):
-    """A namespace of functions. Calls of these functions repeat the namespace's name."""
+    """A namespace of functions."""
 
     type: Literal["namespace"]
     name: Name
@@ -176,13 +174,11 @@ class Toolset:
     """The tools of a response as the model sees them."""
 
     functions: Sequence[FunctionParam | OtherTool]
-    # The name of each function for the model: its plain name or, if several functions have that,
-    # the namespace and the name joined.
+    # The model's names of the functions, with the namespace where several have the same name.
     names: Mapping[QualifiedName, str]
 
     @property
     def qualified_names(self) -> Mapping[str, QualifiedName]:
-        """Return the inverse of `names`, to translate the model's calls."""
         return {name: qualified_name for qualified_name, name in self.names.items()}
 
 
@@ -199,7 +195,6 @@ def unpack(tools: Sequence[ResponseTool]) -> Toolset:
         if namespace is not None and uses[name] > 1:
             name = f"{namespace}__{name}"[:64]
         names[namespace, tool.name] = name
-        # The joined name is always valid: a name may contain `__` and have 64 characters.
         functions.append(tool.model_copy(update={"name": name}))
     return Toolset(functions, names)
 
@@ -216,7 +211,7 @@ def _functions(
 
 
 def unserved_tools(tools: Sequence[object]) -> list[str]:
-    """Return the types of the tools that are not served, each written as `tools.TYPE`."""
+    """Return the types of the tools that are not served, each as `tools.TYPE`."""
     return [f"tools.{tool.type}" for tool in tools if isinstance(tool, OtherTool)]
 
 
@@ -262,7 +257,7 @@ class AllowedFunctions(Part):
 
 
 class ToolChoiceParam(Part):
-    """Anthropic's `tool_choice`: whether tools may or must be called, and if several at once."""
+    """Anthropic's `tool_choice`."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: Label | None = None
@@ -281,13 +276,11 @@ ResponseToolChoice = ChoiceMode | NamedFunction | AllowedFunctions
 
 
 class Selection(NamedTuple):
-    """The functions that may be called (None: all), whether one must be called, and whether several
-    may be called at once.
-    """
+    """The functions that may be called."""
 
-    names: Sequence[str] | None = None
-    forced: bool = False
-    parallel: bool = True
+    names: Sequence[str] | None = None  # None for all functions
+    forced: bool = False  # whether one must be called
+    parallel: bool = True  # whether several may be called at once
 
 
 def select(
@@ -295,7 +288,6 @@ def select(
     *,
     parallel: bool,
 ) -> Selection:
-    """Return the selection for a `tool_choice` of any API."""
     names: Sequence[str] | None = None
     forced = False
     match choice:
@@ -319,8 +311,7 @@ def read_tools(
 ) -> tuple[Sequence[Mapping[str, Any]], chat.Calling | None]:
     """Return the tools for the chat template, and the functions that may or must be called.
 
-    Raises BadRequest if the selection names an unknown tool, if two tools have the same name, or if
-    there are tools and none is a function.
+    Raises BadRequest for an unknown tool, two tools with one name, or tools without any function.
     """
     functions = {tool.name: tool for tool in tools if not isinstance(tool, OtherTool)}
     types = {tool.type[:64] for tool in tools if isinstance(tool, OtherTool)}
@@ -345,7 +336,7 @@ def read_tools(
             )
     if not names:
         return (), None
-    # The order is that of the tools, not of the choice, so that cached prefixes stay valid.
+    # The tools keep the request's order, so that cached prefixes stay valid.
     allowed = [function for name, function in functions.items() if name in names]
     calling = chat.Calling(
         functions=[function.to_function() for function in allowed],
@@ -356,7 +347,7 @@ def read_tools(
 
 
 def check_input_schemas(tools: Sequence[CustomTool | ServerTool]) -> None:
-    """Raise BadRequest, worded as Anthropic's API does, for a schema that is not of an object."""
+    """Raise BadRequest, as Anthropic's API words it, if a schema does not describe an object."""
     for i, tool in enumerate(tools):
         if isinstance(tool, ServerTool) or tool.parameters.get("type") == "object":
             continue

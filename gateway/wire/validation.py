@@ -1,4 +1,4 @@
-"""Bytes → a checked request, or the 400 that names the field, as OpenAI words it."""
+"""Parses and checks the bodies of requests, with OpenAI's messages for errors."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +23,7 @@ from gateway.errors import BadRequest, GatewayError, UnknownParameter, Unsupport
 from gateway.errors import Part as ErrorPart
 from gateway.wire.bounds import DEFAULT, FAIL_FAST, NAME_CHARS, Bounds, Label, parse
 
+# OpenTelemetry's names of the fields in traces. No field may have the caller's text.
 _TRACED: Mapping[str, str] = {
     **dict.fromkeys(("max_tokens", "max_completion_tokens", "max_output_tokens"), "max_tokens"),
     **{name: name for name in ("model", "stream", "seed", "temperature", "top_k", "top_p")},
@@ -38,20 +39,18 @@ FILE_TYPES = frozenset({"file", "input_file", "input_audio", "input_video", "vid
 class Request(BaseModel):
     """The body of a request."""
 
-    # Values are never coerced: "1" is not a number. Unknown fields are ignored, and a header names
-    # them.
+    # Strict validation never reads a string as a number.
     model_config = ConfigDict(strict=True, extra="allow", frozen=True)
-    # Known fields that are not served, but do not change the answer either: they are accepted.
+    # Known fields that are accepted without effect.
     harmless: ClassVar[frozenset[str]] = frozenset()
-    # Known fields that would change the answer, each with the reason in its 400.
+    # Known fields that are refused, each with the reason.
     refused: ClassVar[Mapping[str, str]] = {}
-    # Values of refused fields that are accepted, since they ask for nothing.
+    # Values of refused fields that are accepted without effect.
     neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {}
-    # The kind of model that answers the request.
     kind: ClassVar[Literal["chat", "embedding", "rerank"]] = "chat"
-    # The field that a part of a job comes from, if the field has another name than the part.
+    # The field from which a part of the job comes, if their names differ.
     params: ClassVar[Mapping[ErrorPart, str]] = {}
-    # A minimal request, without the model, for /openapi.json.
+    # An example for /openapi.json, without the model.
     example: ClassVar[Mapping[str, Any]] = {}
 
     @classmethod
@@ -60,11 +59,10 @@ class Request(BaseModel):
         return [name for name in names if name not in cls.harmless]
 
     def param_of(self, part: ErrorPart) -> str:
-        """Return the field that a part of the job came from."""
         return self.params.get(part, part)
 
     def locate(self, error: GatewayError) -> GatewayError:
-        """Return an error about a part of the job as one about a field of this request."""
+        """Return the error with the name of the request's field that caused it."""
         if error.part is None:
             return error
         return error.named(self.param_of(error.part))
@@ -78,51 +76,49 @@ class Request(BaseModel):
         return self.model_dump(include=prompts, exclude_none=True)
 
     def traced_fields(self) -> dict[str, str | int | float]:
-        """Return the fields that a trace shows, under OpenTelemetry's names. None has content."""
+        """Return the values that a trace shows, by OpenTelemetry's names."""
         fields_set = {name: getattr(self, name) for name in _TRACED.keys() & self.model_fields_set}
         changed = {name: value for name, value in fields_set.items() if value not in (None, False)}
         return {_TRACED[name]: value for name, value in changed.items()}
 
     @property
     def thinking_budget(self) -> int | None:
-        """Return the most tokens of thinking that the request itself asks for."""
         return None
 
     def unserved_tools(self) -> Sequence[str]:
-        """Return the names of the tools that are skipped, as the header lists them."""
+        """Return the names of the tools that are skipped."""
         return ()
 
 
 class Part(BaseModel):
     """An object inside a request."""
 
-    # Fields other than its own and the harmless ones are ignored, and a header names them.
     model_config = ConfigDict(strict=True, extra="allow", frozen=True)
     harmless: ClassVar[frozenset[str]] = frozenset()
 
     @model_validator(mode="before")
     @classmethod
     def _drop_nulls(cls, fields: object) -> object:
-        # A null counts as absent, as at the top level.
+        # A null counts as absent.
         if isinstance(fields, dict):
             return {name: value for name, value in fields.items() if value is not None}
         return fields
 
     @property
     def unread(self) -> frozenset[str]:
-        """Return the names of known fields that a part of this type does not use."""
+        """Return the names of known fields that count as ignored."""
         return frozenset()
 
     @property
     def is_image(self) -> bool:
-        """Return True for a part that has an image instead of text, by any API's name."""
-        # This runs for each part of a request: pydantic's `model_fields` takes seven times as long.
+        """Return True for an image in any API's format."""
+        # pydantic's `model_fields` takes seven times as long.
         has_text = "text" in type(self).__pydantic_fields__
         return has_text and getattr(self, "type", None) in IMAGE_TYPES
 
 
 class Skipped(Part):
-    """A part of a type that is not read, such as another server's. A header names its type."""
+    """A part that the gateway does not read."""
 
     type: Label
     role: ClassVar = "assistant"  # a skipped part is never the user's newest message
@@ -132,12 +128,12 @@ KNOWN, OTHER = "known part", "other part"  # not identifiers, so `_steps` drops 
 
 
 def by_type(tags: Mapping[str, str]) -> Discriminator:
-    """Return a discriminator that tags parts by their types: OTHER for a type without a tag."""
+    """Return a discriminator that tags a part by its type, or else as OTHER."""
 
     def tag(part: object) -> str:
-        # A part is read from a dict, and written from a model.
+        # A part is a dict when pydantic reads it, and a model when pydantic writes it.
         kind = part.get("type") if isinstance(part, dict) else getattr(part, "type", None)
-        # A part whose type is missing, or is no text, is taken for one of the first type.
+        # A part without a valid type counts as one of the first type.
         return tags.get(kind if isinstance(kind, str) else next(iter(tags)), OTHER)
 
     return Discriminator(tag)
@@ -165,20 +161,19 @@ def read_request(
     strict: bool,
     bounds: Bounds = DEFAULT,
 ) -> Parsed[R]:
-    """Parse and check a body. A field that is null counts as absent.
+    """Parse and check a body.
 
-    Raises BadRequest with `param` for a malformed field, UnsupportedParameter for a refused one
-    and, if `strict`, UnknownParameter for an ignored one.
+    Raises BadRequest for a malformed field, UnsupportedParameter for a refused one and, if
+    `strict`, UnknownParameter for an ignored one.
     """
     body_fields = _parse(body, bounds.max_depth)
     fields = {name: value for name, value in body_fields.items() if value is not None}
     if len(fields) > MAX_FIELDS:
         raise BadRequest(f"Your request has more than {MAX_FIELDS} fields.")
-    # Refused fields are checked before pydantic: they may have any type.
     for name, reason in shape.refused.items():
         if name in fields and not _is_one_of(fields[name], shape.neutral.get(name, ())):
             raise UnsupportedParameter(f"Unsupported parameter: '{name}'. {reason}", param=name)
-    for name in shape.harmless:  # strings in these fields are names or ids
+    for name in shape.harmless:
         text = fields.get(name)
         if isinstance(text, str) and len(text) > NAME_CHARS:
             raise BadRequest(
@@ -192,8 +187,6 @@ def read_request(
         raise _bad_request(error.errors(include_url=False)) from None
     known_fields = shape.harmless | shape.refused.keys()
     outer = sorted((request.model_extra or {}).keys() - known_fields)
-    # All ignored fields of the top level are listed, but only the first ones of those inside parts.
-    # A header may cut the list.
     ignored = (
         *outer,
         *request.unserved_tools(),
@@ -207,7 +200,6 @@ def read_request(
 
 
 def _unknown_fields(part: BaseModel, place: str) -> Iterator[str]:
-    """Yield the paths of unknown fields in a request's parts."""
     for name, alias in part_fields(type(part)):
         value = getattr(part, name)
         if isinstance(value, Part):
@@ -220,7 +212,7 @@ def _unknown_fields(part: BaseModel, place: str) -> Iterator[str]:
 
 @cache
 def part_fields(shape: type[BaseModel]) -> tuple[tuple[str, str], ...]:
-    """Return the fields of a model that may hold parts, each with the name that clients use."""
+    """Return the names and the aliases of a model's fields that may hold parts."""
     return tuple(
         (name, field.alias or name)
         for name, field in shape.model_fields.items()
@@ -235,7 +227,7 @@ def _may_hold_parts(annotation: Any) -> bool:
 
 
 def _unknown_fields_of(part: Part, place: str) -> Iterator[str]:
-    if part.is_image:  # an image is refused, or left out as a whole
+    if part.is_image:  # an image is refused or left out as a whole
         return
     if isinstance(part, Skipped):
         yield f"{place}.{part.type[:64]}"
@@ -247,7 +239,7 @@ def _unknown_fields_of(part: Part, place: str) -> Iterator[str]:
 
 
 def _is_one_of(value: object, others: Iterable[object]) -> bool:
-    """Return True if a value equals another of the same type. In Python, 1 equals True."""
+    # In Python, 1 equals True.
     return any(type(value) is type(other) and value == other for other in others)
 
 
@@ -255,7 +247,7 @@ def _parse(body: bytes | bytearray, max_depth: int) -> dict[str, Any]:
     try:
         value = parse(body, max_depth)
     except ValueError as error:
-        # The body is a form, which curl and requests can send: the parser's error would not help.
+        # Clients that send a form by mistake get a clearer message than the parser's.
         if body.startswith(b"--"):
             raise BadRequest(
                 "The request body is multipart/form-data. It must be a JSON object."
@@ -269,7 +261,7 @@ def _parse(body: bytes | bytearray, max_depth: int) -> dict[str, Any]:
     return value
 
 
-# OpenAI's code after `integer_` or `decimal_`, by pydantic's kind of error.
+# OpenAI's codes, without `integer_` or `decimal_`, by pydantic's kind of error.
 _VALUE_CODES = {
     "less_than_equal": "above_max_value",
     "less_than": "above_max_value",
@@ -300,10 +292,8 @@ _GOT = {
 
 
 def _bad_request(errors: Sequence[ErrorDetails]) -> BadRequest:
-    """Return pydantic's first error in plain words, with OpenAI's code."""
     param = _path(errors[0]["loc"])
-    # A union has an error for each branch. The error with the longest path counts; of several, one
-    # that is not about a wrong type.
+    # A union has an error for each branch. The deepest counts, preferably not a wrong type.
     of_one_field = [error for error in errors if _path(error["loc"]).startswith(param)]
     error = max(
         of_one_field, key=lambda each: (len(_steps(each["loc"])), each["type"] not in _EXPECTED)
@@ -331,7 +321,7 @@ def _bad_request(errors: Sequence[ErrorDetails]) -> BadRequest:
         message = f"it should have {limit} items, and has {context['actual_length']}"
     elif kind == "string_too_long":
         code = "string_above_max_length"
-    # pydantic names the value by its role or its type in Python.
+    # pydantic calls the value "Input" or "String".
     for start in ("Input should", "String should"):
         message = message.replace(start, "it should")
     if param:
@@ -359,14 +349,14 @@ def missing_parameter(param: str) -> BadRequest:
 
 
 def require(value: V | None, param: str) -> V:
-    """Return a field's value. Raises BadRequest if it is missing."""
+    """Return a field's value, or raise BadRequest if it is missing."""
     if value is None:
         raise missing_parameter(param)
     return value
 
 
 def read_limit(query: Mapping[str, str], most: int) -> int:
-    """Return the `limit` of a page: 20 unless the query has another. Raises BadRequest."""
+    """Return the query's `limit`, 20 by default, or raise BadRequest."""
     text = query.get("limit", "20")
     if not (text.isascii() and text.isdigit() and len(text) < 6 and 1 <= int(text) <= most):
         raise BadRequest(f"Invalid 'limit': it should be 1 to {most}.", param="limit")
@@ -374,14 +364,14 @@ def read_limit(query: Mapping[str, str], most: int) -> int:
 
 
 def find_place(ids: Sequence[str], query: Mapping[str, str], name: str, noun: str) -> int:
-    """Return the place in `ids` of the id that a query names. Raises BadRequest for another id."""
+    """Return the index in `ids` of the query's id, or raise BadRequest."""
     if query[name] not in ids:
         raise BadRequest(f"Invalid '{name}': there is no such {noun}.", param=name)
     return ids.index(query[name])
 
 
 def _path(location: tuple[int | str, ...]) -> str:
-    """Return a field's path as OpenAI writes it: messages[0].role."""
+    """Return a field's path as OpenAI writes it, such as messages[0].role."""
     path = ""
     for step in _steps(location):
         path += f"[{step}]" if isinstance(step, int) else f".{step}"
@@ -389,7 +379,7 @@ def _path(location: tuple[int | str, ...]) -> str:
 
 
 def _steps(location: tuple[int | str, ...]) -> list[int | str]:
-    """Return the field names and indices of an error's location, without a union's branches."""
+    """Return an error's location without the names of a union's branches."""
     return [
         step
         for step in location
@@ -409,7 +399,6 @@ class CharBounds:
     request: int
 
     def check(self, texts: Sequence[str], *, param: str, noun: str) -> None:
-        """Raise BadRequest if one text, or all together, are too long to tokenize."""
         lengths = [len(text) for text in texts]
         if any(length > self.text for length in lengths):
             raise BadRequest(f"{noun} is longer than {self.text} characters.", param=param)
@@ -421,11 +410,10 @@ class CharBounds:
 
 
 def check_length(parts: Sequence[Any], max_chars: int, *, param: str) -> None:
-    """Raise BadRequest if the parts, written as JSON, are too long to tokenize."""
-    # A character has at most 4 bytes. Each part may have 256 characters of braces and names, which
-    # are not the caller's text.
+    """Raise BadRequest if the text in the parts is too long."""
+    # Each part may have 256 characters of braces and names, which do not count.
     body = orjson.dumps(parts, default=lambda part: part.model_dump())
-    escapes = body.count(b"\\n") + body.count(b'\\"')  # the commonest escapes, one character each
+    escapes = body.count(b"\\n") + body.count(b'\\"')  # each escape adds one character
     most = max_chars + 256 * len(parts) + escapes
     if len(body) > 4 * max_chars + escapes or len(body.decode()) > most:
         raise BadRequest(f"'{param}' is longer than {max_chars} characters.", param=param)
@@ -450,7 +438,7 @@ def _read_inputs(value: object, read: ValidatorFunctionWrapHandler) -> list[Any]
     return list(inputs)
 
 
-# Texts, or rows of token ids; a single text or row becomes a list of one.
+# One or more texts, or rows of token ids, as a list.
 Inputs = Annotated[
     _Text
     | Annotated[list[_Text], FAIL_FAST, Field(min_length=1, max_length=MAX_INPUTS)]
