@@ -36,12 +36,15 @@ class TextPart(Part):
 Texts = Annotated[list[TextPart], FAIL_FAST, ITEM_LIMIT]
 
 
+SourceType = Annotated[Label, Field(json_schema_extra={"enum": ["text", "content", "base64"]})]
+
+
 class DocumentSource(Part):
-    """The text of a document, in `data` or in `content`."""
+    """The text of a document, in `data` or in `content`, or an image in base64."""
 
     harmless = frozenset({"media_type"})
 
-    type: Annotated[Label, Field(json_schema_extra={"enum": ["text", "content"]})] | None = None
+    type: SourceType | None = None
     data: str | None = None
     content: str | Texts | None = None
 
@@ -61,7 +64,7 @@ class Readable(Part):
 class ResultPart(Readable):
     """A piece of a tool's result."""
 
-    type: Label = Field(json_schema_extra={"enum": list(RESULT_PARTS)})
+    type: Label = Field(json_schema_extra={"enum": [*RESULT_PARTS, "image"]})
     content: Texts | None = None
     tool_name: Label | None = None
 
@@ -69,7 +72,7 @@ class ResultPart(Readable):
 class OtherPart(Skipped):
     """A piece of a tool's result that the gateway does not read."""
 
-    type: Annotated[Label, Field(json_schema_extra={"not": {"enum": list(RESULT_PARTS)}})]
+    type: Annotated[Label, Field(json_schema_extra={"not": {"enum": [*RESULT_PARTS, "image"]}})]
 
 
 ResultParts = Annotated[
@@ -89,7 +92,7 @@ class InputBlock(Readable):
 
     harmless = _HINTS | {"caller", "data", "is_error", "signature"}
 
-    type: Label = Field(json_schema_extra={"enum": list(BLOCKS)})
+    type: Label = Field(json_schema_extra={"enum": [*BLOCKS, "image"]})
     thinking: str | None = None
     id: Label | None = None
     name: Label | None = None
@@ -106,7 +109,7 @@ class InputBlock(Readable):
 class OtherBlock(Skipped):
     """A piece of a message that the gateway does not read."""
 
-    type: Annotated[Label, Field(json_schema_extra={"not": {"enum": list(BLOCKS)}})]
+    type: Annotated[Label, Field(json_schema_extra={"not": {"enum": [*BLOCKS, "image"]}})]
 
 
 Block = Annotated[

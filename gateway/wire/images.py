@@ -22,6 +22,13 @@ _DETAILS: Final[Mapping[object, Detail]] = {
     "high": "high",
     "original": "high",
 }
+_IMAGE_FIELDS: Final[Mapping[str, Any]] = {
+    "image_url": {
+        "description": "An image as a `data:` URL, or an object with such a `url` and `detail`.",
+        "type": ["string", "object", "null"],
+    },
+    "detail": {"enum": [*_DETAILS, None]},
+}
 _HEADER = re.compile(r"data:[^,]{0,1024};base64,", re.IGNORECASE)
 _BLANKS = " \t\n\v\f\r"
 # The base64 digits, a multiple of four, to decode at once: the decoder holds the GIL.
@@ -124,6 +131,11 @@ class ImageReader:
 
 
 REFUSING: Final = ImageReader()
+
+
+def show_image_fields(schema: dict[str, Any]) -> None:
+    """Add an image's fields to the JSON schema of a part, for the OpenAPI document."""
+    schema["properties"] |= _IMAGE_FIELDS
 
 
 def _invalid(place: str, why: str) -> BadRequest:

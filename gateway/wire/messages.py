@@ -6,12 +6,12 @@ from operator import itemgetter
 from typing import Annotated, Any, ClassVar, Literal
 
 import orjson
-from pydantic import Field, Tag, model_validator
+from pydantic import ConfigDict, Field, JsonValue, Tag, model_validator
 from pydantic_core import from_json
 
 from gateway.errors import BadRequest
 from gateway.wire.bounds import FAIL_FAST, ITEM_LIMIT, MAX_PARTS, Label, parse
-from gateway.wire.images import REFUSING, ImageReader
+from gateway.wire.images import REFUSING, ImageReader, show_image_fields
 from gateway.wire.validation import (
     FILE_TYPES,
     IMAGE_TYPES,
@@ -26,15 +26,19 @@ from gateway.wire.validation import (
 Role = Literal["developer", "system", "user", "assistant", "tool", "function"]
 
 
+_TYPES: list[JsonValue] = ["text", "refusal", "image_url", "input_image"]
+
+
 class ContentPart(Part):
     """A piece of a message's content: text or an image."""
 
+    model_config = ConfigDict(json_schema_extra=show_image_fields)
     harmless = frozenset({"annotations", "cache_control", "logprobs", "prompt_cache_breakpoint"})
 
     # The name of the text's field, by type of part.
     fields: ClassVar[Mapping[str, str]] = {"text": "text", "refusal": "refusal"}
 
-    type: Label = Field(json_schema_extra={"enum": ["text", "refusal"]})
+    type: Label = Field(json_schema_extra={"enum": _TYPES})
     text: str | None = None
     refusal: str | None = None
 
@@ -42,7 +46,7 @@ class ContentPart(Part):
 class OtherContentPart(Skipped):
     """A piece of a message that the gateway does not read."""
 
-    type: Annotated[Label, Field(json_schema_extra={"not": {"enum": ["text", "refusal"]}})]
+    type: Annotated[Label, Field(json_schema_extra={"not": {"enum": _TYPES}})]
 
 
 Contents = Annotated[

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Final, Literal, NamedTuple, cast
 
 import orjson
-from pydantic import BeforeValidator, Field, Tag, TypeAdapter
+from pydantic import BeforeValidator, Field, JsonValue, Tag, TypeAdapter
 from typing_extensions import TypedDict
 
 from gateway.errors import BadRequest, ResponseNotFound
@@ -57,13 +57,16 @@ KINDS = ("message", "reasoning", *_CALLS, *_OUTPUTS, REFERENCE)
 TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 
 
+_TYPES: list[JsonValue] = [*TEXTS, "refusal", "input_image"]
+
+
 class InputPart(ContentPart):
     """A piece of an item's content: text or an image."""
 
     harmless = frozenset({"annotations", "logprobs", "prompt_cache_breakpoint"})
     fields: ClassVar[Mapping[str, str]] = {**dict.fromkeys(TEXTS, "text"), "refusal": "refusal"}
 
-    type: Label = Field(json_schema_extra={"enum": [*TEXTS, "refusal"]})
+    type: Label = Field(json_schema_extra={"enum": _TYPES})
 
 
 def as_parts(value: object) -> object:
@@ -80,7 +83,7 @@ def as_parts(value: object) -> object:
 class OtherInputPart(Skipped):
     """A piece of an item's content that the gateway does not read."""
 
-    type: Annotated[Label, Field(json_schema_extra={"not": {"enum": [*InputPart.fields]}})]
+    type: Annotated[Label, Field(json_schema_extra={"not": {"enum": _TYPES}})]
 
 
 Parts = Annotated[

@@ -215,3 +215,27 @@ async def test_answers_to_get_are_as_documented(
     answer = await client.get(path)
     schema = operation["responses"]["200"]["content"]["application/json"]["schema"]
     check(found, schema, answer.json())
+
+
+DATA = "data:image/png;base64,iVBORw0KGgo="
+IMAGES: list[tuple[str, dict[str, Any]]] = [
+    ("ContentPart", {"type": "image_url", "image_url": {"url": DATA, "detail": "low"}}),
+    ("ContentPart", {"type": "image_url", "image_url": DATA}),
+    ("ContentPart", {"type": "input_image", "image_url": DATA, "detail": "original"}),
+    ("InputPart", {"type": "input_image", "image_url": DATA}),
+    *(
+        (part, {"type": "image", "source": {"type": "base64", "media_type": "a/b", "data": "AA"}})
+        for part in ("InputBlock", "ResultPart")
+    ),
+]
+
+
+@pytest.mark.parametrize(("part", "image"), IMAGES)
+async def test_an_image_is_a_part_that_is_read(
+    found: dict[str, Any], part: str, image: dict[str, Any]
+) -> None:
+    schemas = found["components"]["schemas"]
+    check(found, schemas[part], image)
+    other = {"InputBlock": "OtherBlock", "ResultPart": "OtherPart"}.get(part, f"Other{part}")
+    with pytest.raises(jsonschema.ValidationError):
+        check(found, schemas[other], image)
