@@ -12,8 +12,8 @@ from gateway.app.engines import MlxEngines
 from gateway.doctor import trial
 from gateway.registry import load_catalog
 from tests.checkpoints import write_chat
-from tests.engine.vision.harness import write_seeing
 from tests.cli.conftest import Inside
+from tests.engine.vision.harness import write_seeing
 from tests.processes import ROOT, ran
 from tests.serving_app import served, settings
 
