@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
+import httpx2
 import openai
 import pytest
 from openai import OpenAI
@@ -114,3 +115,14 @@ def test_langchains_image_tests_pass(url: str) -> None:
     assert (passed := re.search(r"(\d+) passed", printed)), printed
     assert int(passed[1]) == 3, printed
     assert "skipped" not in printed
+
+
+def test_decoding_is_timed(url: str, client: OpenAI) -> None:
+    raw = client.chat.completions.with_raw_response.create(
+        model="seeing", messages=shown(WIDE), max_tokens=1
+    )
+    assert "images;dur=" in raw.headers["server-timing"]
+    assert "tokenise" not in raw.headers["server-timing"]
+    metrics = httpx2.get(f"{url}/metrics").text
+    for outcome in ("measured", "decoded"):
+        assert f'gateway_image_decode_seconds_count{{outcome="{outcome}"}}' in metrics

@@ -13,6 +13,7 @@ class Stage(StrEnum):
     PARSE = "parse"
     LOAD = "load"
     TOKENIZE = "tokenise"
+    IMAGES = "images"  # in the place of TOKENIZE for a prompt with images
     COMPILE = "compile"
     QUEUE = "queue"
     LANE = "lane"

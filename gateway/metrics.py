@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import TypeAlias, TypeVar
+from typing import ParamSpec, TypeAlias, TypeVar
 
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
@@ -18,8 +18,12 @@ from prometheus_client import (
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from gateway import clock
+
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 M = TypeVar("M", Counter, Gauge, Histogram)
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @cache
@@ -114,6 +118,12 @@ TOWER_SECONDS = Histogram(
     ["model"],
     buckets=_SECONDS,
 )
+IMAGE_DECODING = Histogram(
+    "gateway_image_decode_seconds",
+    "Seconds in the process that reads image files, by the outcome.",
+    ["outcome"],
+    buckets=_SECONDS,
+)
 READ_AHEAD = Counter(
     "gateway_tokens_read_ahead",
     "Tokens decoded ahead: forced by a grammar, drafted, and accepted drafts.",
@@ -175,6 +185,18 @@ def count_features(model: str, encoded: int, recalled: int) -> None:
     for result, images in (("miss", encoded), ("hit", recalled)):
         if images:
             of(IMAGE_FEATURES, model, result).inc(images)
+
+
+def time_decoding(read: Callable[P, tuple[str, T]]) -> Callable[P, tuple[str, T]]:
+    """Return a function that reads images as `read` does, and is timed by its outcome."""
+
+    def timed(*args: P.args, **kwargs: P.kwargs) -> tuple[str, T]:
+        started = clock.now()
+        outcome = read(*args, **kwargs)
+        of(IMAGE_DECODING, outcome[0]).observe(clock.now() - started)
+        return outcome
+
+    return timed
 
 
 Reading: TypeAlias = Metric

@@ -16,6 +16,7 @@ from gateway.app.limits import budget_bytes, prefix_share, settings_of
 from gateway.app.loading import Size
 from gateway.app.prefix_files import folder_secret
 from gateway.app.ranks import Ranks, describe
+from gateway.engine import sandbox_worker
 from gateway.engine.device import Device, DeviceBounds, choose_device, memory_bytes
 from gateway.engine.embedding.label_scorer import label_recipe, load_label_scorer_in_steps
 from gateway.engine.generation.engine import GenerationEngine as MlxGenerationEngine
@@ -70,7 +71,7 @@ class ChatEngines:
     budget_bytes: int  # bytes that all models together may hold
     grammars: Sandbox
     templates: Sandbox
-    images: Sandbox
+    images: sandbox_worker.Sandbox
     ranks: Ranks | None
     prefixes: PrefixPool  # the pool that models share unless they have a separate one
     report: Report  # called with weights for which the device has no kernel

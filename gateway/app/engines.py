@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from gateway import logs
+from gateway import logs, metrics
 from gateway.app.daemon_threads import run_in_daemon_thread
 from gateway.app.limits import budget_bytes
 from gateway.app.loading import Size
@@ -359,7 +359,7 @@ class MlxEngines:
             budget_bytes=self._budget_bytes,
             grammars=self._grammars,
             templates=self._templates,
-            images=self._images,
+            images=metrics.time_decoding(self._images),
             ranks=self._ranks,
             prefixes=PrefixPool(LEAST_PREFIXES, self._bounds.kept),
             report=self._report,

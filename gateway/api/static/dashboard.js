@@ -8,6 +8,7 @@ import { offerModels } from "./try_it.js";
 const STAGES = {
   parse: "Reading and checking the request",
   tokenise: "Text to tokens",
+  images: "Decoding images, and their prompt to tokens",
   load: "Loading the model",
   compile: "Preparing the grammar of a structured answer",
   queue: "Waiting for a place in a batch",
@@ -17,7 +18,7 @@ const STAGES = {
   inference: "Computing embeddings or scores",
   serialise: "Writing the answer as JSON",
 };
-const RARE_STAGES = ["load", "compile"]; // shown where a request had them
+const RARE_STAGES = ["images", "load", "compile"]; // shown where a request had them
 const KINDS = ["decode", "prefill", "embedding", "rerank", "load"];
 const QUANTILES = [0.5, 0.95, 0.99];
 const RETRY_S = 3;
@@ -338,12 +339,13 @@ for (const choice of document.querySelectorAll("[data-span]")) {
 
 function showBatches(now) {
   const models = now.models.filter(({ id }) => read.value(now, "gateway_prompt_tokens_total", { model: id }) > 0);
-  const create = ({ id }) => make("tr", {}, make("th", { scope: "row", class: "long" }, id), ...cells(5, numbers(0, 1, 2, 3, 4)));
+  const create = ({ id }) => make("tr", {}, make("th", { scope: "row", class: "long" }, id), ...cells(6, numbers(0, 1, 2, 3, 4, 5)));
   list(find("#batches tbody"), models, (each) => each.id, create, (row, { id: model }) => {
     const average = (name) => read.mean(history.histogram(name, { model }, isRecent));
     const total = (name, more = {}) => history.total(name, { model, ...more }, isRecent);
     const share = (part, whole) => (whole > 0 ? part / whole : null);
     const texts = total("gateway_embedding_cache_total");
+    const features = "gateway_image_features_total";
     const ahead = "gateway_tokens_read_ahead_total";
     fill(row, [
       undefined,
@@ -351,6 +353,7 @@ function showBatches(now) {
       read.percent(average("gateway_batch_padding_ratio")),
       read.percent(share(total("gateway_cached_prompt_tokens_total"), total("gateway_prompt_tokens_total"))),
       read.percent(share(total("gateway_embedding_cache_total", { outcome: "hit" }), texts)),
+      read.percent(share(total(features, { result: "hit" }), total(features))),
       read.percent(share(total(ahead, { kind: "accepted" }), total(ahead, { kind: "drafted" }))),
     ]);
   });

@@ -152,7 +152,7 @@ class GenerationBatcher:
         Iterating raises DeadlineExceeded and EngineFailed.
         """
         timings, name = job.caller.timings, self._name_for(job)
-        timings.model, timings.stage = name, Stage.TOKENIZE
+        timings.model = name
         sequences = await self._plan(job)
         async with self._queue.place(job.caller, sequences, on_full):
             # Only the longest sequence is checked: a check takes 0.1 ms on the event loop, and
@@ -192,17 +192,18 @@ class GenerationBatcher:
 
         Raises BadRequest for a prompt that cannot be rendered.
         """
-        job.caller.timings.model, job.caller.timings.stage = self._name_for(job), Stage.TOKENIZE
+        job.caller.timings.model = self._name_for(job)
         try:
             return len((await self._plan(job))[0].prompt)
         except ContextLengthExceeded as error:
             return error.tokens
 
     async def _plan(self, job: GenerateJob) -> Sequence[SequenceParams]:
-        started = clock.now()
+        started, timings = clock.now(), job.caller.timings
+        timings.stage = Stage.IMAGES if job.images else Stage.TOKENIZE
         async with until_deadline(job.caller):
             sequences = await self._pool.run(self.engine.prepare, job, kind=prompt_kind(job))
-        job.caller.timings.add(Stage.TOKENIZE, started)
+        timings.add(timings.stage, started)
         return sequences
 
     def _name_for(self, job: GenerateJob) -> str:
