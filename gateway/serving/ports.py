@@ -1,4 +1,4 @@
-"""The Protocols that engines implement. app passes real engines, and tests scripted ones."""
+"""The Protocols of engines, whose methods run on the lane unless they are safe on any thread."""
 
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any, Protocol
@@ -29,29 +29,25 @@ class EmbeddingEngine(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """Return the size of the vocabulary: valid token ids are below it."""
+        """Return the number of token ids, which begin at 0."""
 
     @property
     def prompts(self) -> Mapping[str, str]:
-        """Return the model's prompts by name. A prompt is a text to put before an input."""
+        """Return the texts to put before inputs, by name."""
 
     @property
     def default_prompt_name(self) -> str | None:
-        """Return the name of the prompt that is used when the caller names none."""
+        """Return the name of the prompt for callers that name none."""
 
     @property
     def has_patterns(self) -> bool:
-        """Return True if the tokenizer uses regular expressions from the model's files, which may
-        be slow.
-        """
+        """Return True if the tokenizer has regular expressions from files, which may be slow."""
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the texts' token ids, special tokens included. Safe on any thread."""
 
     def encode_start(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the texts' first token ids, as many as `truncate` needs: more than `max_tokens`
-        for a text that is too long.
-        """
+        """Return each text's first token ids, more than `max_tokens` if the text is too long."""
 
     def truncate(self, tokens: TokenIds, limit: int | None = None) -> list[int]:
         """Cut one input to `limit` tokens (default `max_tokens`) as sentence-transformers does."""
@@ -60,22 +56,20 @@ class EmbeddingEngine(Protocol):
         """Cut each vector to `dimensions`. Normalize it again if the model normalizes vectors."""
 
     def embed(self, rows: Sequence[TokenIds]) -> Vectors:
-        """Return the vectors, (rows, dimensions) float32. Must run on the lane."""
+        """Return the vectors, (rows, dimensions) float32."""
 
     def probe(self) -> None:
-        """Embed a fixed word without compiling anything. Raises the device's error if that fails.
-        Must run on the lane.
-        """
+        """Embed a fixed word without compiling anything. Raises the device's errors."""
 
     def nbytes(self) -> int:
         """Return the bytes held on the device."""
 
     def close(self) -> None:
-        """Free every array. Must run on the lane."""
+        """Free every array."""
 
 
 class RerankEngine(Protocol):
-    """The computations of one reranker, whose input is a query together with a document."""
+    """The computations of one reranker."""
 
     @property
     def max_tokens(self) -> int:
@@ -89,25 +83,23 @@ class RerankEngine(Protocol):
         max_document_tokens: int | None = None,
         instruction: str | None = None,
     ) -> list[Pair]:
-        """Tokenize the query with each document. Documents are cut to fit. Safe on any thread.
+        """Tokenize the query with each document, cut to fit. Safe on any thread.
 
         `instruction` is ignored unless the model's prompt has a place for one. Raises
-        ContextLengthExceeded for a query that leaves no room for a token of a document.
+        ContextLengthExceeded for a query that leaves no room for a document's token.
         """
 
     def score(self, rows: Sequence[Pair]) -> Vectors:
-        """Return the logits, (rows, labels) float32. Must run on the lane."""
+        """Return the logits, (rows, labels) float32."""
 
     def probe(self) -> None:
-        """Score a fixed pair without compiling anything. Raises the device's error if that fails.
-        Must run on the lane.
-        """
+        """Score a fixed pair without compiling anything. Raises the device's errors."""
 
     def nbytes(self) -> int:
         """Return the bytes held on the device."""
 
     def close(self) -> None:
-        """Free every array. Must run on the lane."""
+        """Free every array."""
 
 
 class Tokens(Protocol):
@@ -115,13 +107,13 @@ class Tokens(Protocol):
 
     @property
     def tokenizer(self) -> Any:
-        """Return the tokenizer of transformers, with the special tokens and the chat template."""
+        """Return the tokenizer of transformers."""
 
     def tokenize(self, job: GenerateJob, *, special: bool, asking: bool) -> list[int]:
         """Return the token ids of the job's text or conversation.
 
-        `special` adds special tokens around a text. `asking` ends a conversation with the beginning
-        of the model's answer. Raises BadRequest for a conversation that the template refuses.
+        `special` adds special tokens to a text, and `asking` the beginning of the model's answer to
+        a conversation. Raises BadRequest for a conversation that the template refuses.
         """
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
@@ -132,19 +124,20 @@ class Tokens(Protocol):
 
 
 class PrefixCache(Protocol):
-    """A chat model's prefix cache, as prefix files use it. All methods must run on the lane."""
+    """A chat model's prefix cache, as prefix files use it."""
 
     @property
     def pool_bytes(self) -> int:
-        """Return the bytes of the pool that several models may share."""
+        """Return the bytes of the pool, which several models may share."""
 
     def pieces(self, adapter: int) -> Sequence[PrefixPiece]:
-        """Return an adapter's cached KV as pieces to store in files, most recently used first, but
-        each piece after those that it continues.
+        """Return an adapter's cached KV as pieces, most recently used first.
+
+        A piece comes after the pieces that it continues.
         """
 
     def copy_piece(self, adapter: int, piece: PrefixPiece) -> bytes | None:
-        """Return a piece's content; None if a part of it has been evicted meanwhile."""
+        """Return a piece's content; None if a part of it has been evicted."""
 
     def put_piece(self, adapter: int, salt: str, content: bytes) -> bool:
         """Put a piece's content into the cache. Return False if there is no room for it.
@@ -158,7 +151,7 @@ class GenerationEngine(Protocol):
 
     @property
     def facts(self) -> EngineFacts:
-        """Return facts about the model, which do not change while it is loaded."""
+        """Return the facts about the model that never change."""
 
     @property
     def tokens(self) -> Tokens:
@@ -173,7 +166,7 @@ class GenerationEngine(Protocol):
         """Return True if sequences run together, and False if they run one at a time."""
 
     def prepare(self, job: GenerateJob) -> list[SequenceParams]:
-        """Render and tokenize the prompt; return one sequence per choice. Safe on any thread.
+        """Render and tokenize the prompt, and return one sequence per choice. Safe on any thread.
 
         Raises BadRequest for a conversation that the template refuses, and ContextLengthExceeded
         for a prompt that leaves no room for one token.
@@ -182,68 +175,63 @@ class GenerationEngine(Protocol):
     def compile(self, grammar: Grammar) -> Compiled:
         """Compile a grammar. Slow; safe on any thread.
 
-        Raises BadRequest, which names the keyword or the place that cannot be compiled.
+        Raises BadRequest, which names the keyword or place that cannot be compiled.
         """
 
     def matches_schema(self, schema: str, answer: str) -> bool | None:
-        """Return whether an answer matches a JSON Schema, or None if that cannot be found out.
+        """Return whether an answer matches a JSON Schema, or None if that is unknown.
 
         Slow; safe on any thread.
         """
 
     def read_answer(self, params: SequenceParams, text: str, is_cut: bool) -> Reading:
-        """Parse the complete answer of a sequence that `reads_whole` into thoughts, text and calls.
+        """Parse a sequence's complete answer into thoughts, text and calls.
 
-        `text` joins the texts of all the sequence's deltas. An answer that `is_cut` has no calls.
-        If parsing fails, the answer stays text, and a log event with the reason is returned too,
-        otherwise None. Slow; safe on any thread. Raises Overloaded or Unavailable if other work
-        leaves no time for parsing.
+        An answer that `is_cut` has no calls. If parsing fails, the answer stays text, and a log
+        event with the reason is returned too. Slow; safe on any thread. Raises Overloaded or
+        Unavailable if other work leaves no time for parsing.
         """
 
     def step(self, plan: StepPlan) -> StepResult:
-        """Change the batch as planned, then run a pass. Must run on the lane.
+        """Change the batch as planned, then run a pass.
 
-        A decode pass gives the next token of every running sequence. If a pass fails, its sequences
-        are prefilled again, which changes no answer. A sequence that fails even when it runs alone,
-        or that cannot join, ends with a delta that has the error.
+        If a pass fails, its sequences are prefilled again, which changes no answer. A sequence that
+        fails even alone, or cannot join, ends with a delta that has the error.
         """
 
     def synchronize(self) -> None:
-        """Wait until the device has finished its launched work. Must run on the lane."""
+        """Wait until the device has finished its launched work."""
 
     def self_test(self) -> Generator[Verdict]:
-        """Compare sequences in batches with the same sequences alone, one pass per step of the
-        generator. Must run on the lane.
+        """Compare sequences in batches with the same sequences alone, one pass per step.
 
-        Each step yields the verdict so far. In the last verdict, no field is unknown.
+        Each step yields the verdict so far, and the last step a complete verdict.
         """
 
     def time_step(self, rows: int) -> Generator[float | None]:
-        """Time a decode step of `rows` sequences, one pass per step of the generator. The last step
-        yields the seconds, and all earlier steps None. Must run on the lane.
+        """Time a decode step of `rows` sequences, one pass per step.
+
+        The last step yields the seconds, and earlier steps None.
         """
 
     def apply_verdict(self, verdict: Verdict) -> None:
-        """Stop using the ways of running sequences that the verdict found wrong. Must run on the
-        lane.
+        """Stop using the ways of running sequences that the verdict found wrong.
 
         An architecture that is not known to work in batches runs one sequence at a time until a
         complete verdict is applied.
         """
 
     def probe(self) -> None:
-        """Prefill a fixed prompt, apart from all sequences and without compiling anything. Raises
-        the device's error if that fails. Must run on the lane.
-        """
+        """Prefill a fixed prompt without compiling anything. Raises the device's errors."""
 
     def routing_keys(self, adapter: int = 0) -> Sequence[bytes]:
         """Return the routing keys of the prompts in the prefix cache. Safe on any thread."""
 
     def drop_adapter(self, number: int) -> None:
-        """Free an adapter and end its sequences. Must run on the lane."""
+        """Free an adapter and end its sequences."""
 
     def nbytes(self) -> int:
         """Return the bytes held on the device: weights, KV and prefix cache."""
 
     def close(self) -> None:
-        """Free every array. Must run on the lane."""
+        """Free every array."""

@@ -1,6 +1,4 @@
-"""Gives places and bytes to models that are to be loaded, in order of arrival, and evicts idle
-models to make room for them.
-"""
+"""Gives room to models that are to be loaded, and evicts idle models to make room."""
 
 import asyncio
 import contextlib
@@ -18,16 +16,16 @@ from gateway.serving.models.entry import Entry, State
 K = TypeVar("K")
 M = TypeVar("M")
 
-RECENT_S = 10.0  # seconds after its last use in which an idle model is likely to be needed again
+RECENT_S = 10.0  # seconds for which an idle model is likely to be needed again
 
 
 class Phase(Enum):
-    """The state of a model, as far as it matters to the plan of evictions."""
+    """The state of a model in the plan of evictions."""
 
-    WAITING = auto()  # the model waits for room
-    USED = auto()  # the model may not be evicted: it has callers, is loading or is pinned
-    IDLE = auto()  # the model has room, and may be evicted
-    LEAVING = auto()  # the model is being freed
+    WAITING = auto()  # waits for room
+    USED = auto()  # has callers, is loading or is pinned
+    IDLE = auto()  # may be evicted
+    LEAVING = auto()  # is being freed
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +35,8 @@ class Resident:
     phase: Phase
     nbytes: int  # bytes that the model holds or, while WAITING, needs
     last_used: float = 0.0
-    is_requested: bool = True  # True: callers wait for the model
-    is_adapter: bool = False  # True: the model takes bytes, but no place
+    is_requested: bool = True  # callers wait for the model
+    is_adapter: bool = False  # an adapter takes bytes, but no place
 
     @property
     def places(self) -> int:
@@ -51,8 +49,8 @@ class EvictionPlan(Generic[K]):
 
     admitted: tuple[K, ...] = ()
     leaving: tuple[K, ...] = ()
-    abandoned: tuple[K, ...] = ()  # waiting models without callers, for which there is no room
-    claimed_bytes: int = 0  # bytes kept for the first waiting model: new sequences can't take them
+    abandoned: tuple[K, ...] = ()  # waiting models without room and without callers
+    claimed_bytes: int = 0  # bytes kept from new sequences for the first waiting model
 
 
 def make_plan(
@@ -61,12 +59,11 @@ def make_plan(
     max_models: int,
     free_bytes: int,
     rows_bytes: int,
-    prefix_bytes: int = 0,  # the part of `rows_bytes` in prefix pools, which are freed if needed
+    prefix_bytes: int = 0,  # the part of `rows_bytes` in prefix pools
 ) -> EvictionPlan[K]:
     """Plan which waiting models are admitted, in order of arrival, and which models are evicted.
 
-    No waiting model overtakes another. For the first waiting model without room, prefix pools are
-    freed, and then as few idle models as possible are evicted.
+    For the first waiting model without room, as few idle models as possible are evicted.
     """
     admitted: list[K] = []
     abandoned: list[K] = []
@@ -74,8 +71,8 @@ def make_plan(
     going = _in_phase(residents, Phase.LEAVING).values()
     free_places = max_models
     free_places -= sum(model.places for model in residents.values() if model.phase != Phase.WAITING)
-    # Adapters come first: a waiting adapter keeps its base in use, and an earlier model may be
-    # waiting for this base to leave.
+    # A waiting adapter keeps its base in use, and an earlier model may wait for that base to leave,
+    # so adapters come first.
     waiting = _in_phase(residents, Phase.WAITING).items()
     for key, newcomer in sorted(waiting, key=lambda item: not item[1].is_adapter):
         places, nbytes = newcomer.places - free_places, newcomer.nbytes - free_bytes
@@ -94,12 +91,12 @@ def make_plan(
         if places <= 0 and nbytes <= prefix_bytes:
             claimed_bytes = max(0, claimed_bytes - victims_bytes)
             return EvictionPlan((*admitted,), (*victims,), (*abandoned,), claimed_bytes)
-        # Evicting all idle models is not enough. Abandon the newcomer if no caller waits for it.
+        # Evicting all idle models is not enough, so a newcomer without callers is abandoned.
         if not newcomer.is_requested:
             abandoned.append(key)
             continue
-        # Otherwise the newcomer waits until models in use get idle. If there is enough room once
-        # running sequences end, their bytes are claimed, so that new sequences do not take them.
+        # The newcomer waits for models in use. If the ends of running sequences will make enough
+        # room, their bytes are claimed.
         if places > 0 or nbytes > rows_bytes:
             claimed_bytes = 0
         return EvictionPlan((*admitted,), (), (*abandoned,), claimed_bytes)
@@ -107,15 +104,13 @@ def make_plan(
 
 
 def pick(idle: Mapping[K, Resident], *, places: int, nbytes: int) -> list[K]:
-    """Choose idle models, least recently used first, until they hold `places` and `nbytes`
-    together. If all of them hold less, choose all.
-    """
+    """Choose idle models, least recently used first, until they hold `places` and `nbytes`."""
     chosen: list[K] = []
     for key, resident in sorted(idle.items(), key=lambda item: item[1].last_used):
         if places <= 0 and nbytes <= 0:
             break
         if nbytes <= 0 and resident.is_adapter:
-            continue  # only places are missing, and an adapter takes no place
+            continue  # an adapter takes no place
         chosen.append(key)
         places -= resident.places
         nbytes -= resident.nbytes
@@ -127,11 +122,11 @@ def _in_phase(residents: Mapping[K, Resident], phase: Phase) -> dict[K, Resident
 
 
 class Abandoned(Exception):
-    """Raised to end a load early, because no caller waits for it or the model was unloaded."""
+    """Raised to end a load that no caller waits for, or whose model was unloaded."""
 
 
 class Room(Generic[M]):
-    """Gives places and bytes to models, and evicts idle models that are not pinned for others."""
+    """Gives places and bytes to models, and evicts idle models."""
 
     def __init__(
         self, budget: Budget, *, max_models: int, is_pinned: Callable[[Entry[M]], bool]
@@ -149,8 +144,8 @@ class Room(Generic[M]):
     async def hold(self, entry: Entry[M], nbytes: int) -> AsyncIterator[Share]:
         """Hold a place and `nbytes` while entered. Evicts idle models if necessary.
 
-        Waits for room while the model has callers, and raises Abandoned once it has none. Raises
-        InsufficientMemory if there can never be room.
+        Raises Abandoned once the waiting model has no callers, and InsufficientMemory if there can
+        never be room.
         """
         if nbytes < 0:
             raise ValueError(f"a model cannot have {nbytes} bytes")
@@ -172,8 +167,7 @@ class Room(Generic[M]):
                 self.notify()
 
     def evict_idle(self, nbytes: int, *, is_pressing: bool) -> None:
-        """Evict idle models, least recently used first, until `nbytes` are free. Evict none if that
-        cannot be reached.
+        """Evict the least recently used idle models until `nbytes` are free, or else none.
 
         Models used in the last RECENT_S are evicted only if `is_pressing`.
         """
@@ -198,7 +192,7 @@ class Room(Generic[M]):
         )
 
     def model_bytes(self) -> int:
-        """Return the bytes of all models, without those of sequences and prefix caches."""
+        """Return the bytes of all models, without their sequences and prefix caches."""
         return sum(entry.nbytes for entry in self._queue)
 
     def users(self) -> list[str]:
@@ -206,13 +200,10 @@ class Room(Generic[M]):
         return [entry.spec.id for entry in self._queue if entry.share is not None and entry.leases]
 
     def notify(self) -> None:
-        """Call the budget's listeners, which serve waiting models and sequences. Call this method
-        whenever a model may have become idle or left.
-        """
+        """Call the budget's listeners, after a model may have become idle or left."""
         self._budget.notify()
 
     def _update(self) -> None:
-        """Make a plan for the current state, and carry it out."""
         self._refuse_impossible()
         plan = make_plan(
             self._residents(),
@@ -259,8 +250,7 @@ class Room(Generic[M]):
         assert entry.admission is not None
         assert entry.needed_bytes is not None
         entry.share = self._budget.share()
-        # The future must be done before `resize` calls listeners, or they would admit the model
-        # again.
+        # `resize` calls listeners, which would admit the model again if the future were not done.
         entry.admission.set_result(entry.share)
         entry.share.resize(entry.needed_bytes)
 
@@ -274,7 +264,7 @@ class Room(Generic[M]):
                 entry.admission.set_exception(obstacle)
 
     def _find_obstacle(self, entry: Entry[M]) -> GatewayError | None:
-        """Return an error if the model can never have room beside the pinned models, else None."""
+        """Return an error if the model can never have room beside the pinned models."""
         assert entry.needed_bytes is not None
         pinned = [
             other

@@ -1,6 +1,4 @@
-"""Downloads models' files, one model at a time, in order of arrival. All callers that need a model
-wait for the same download.
-"""
+"""Downloads models' files, one model at a time; all callers of a model share its download."""
 
 import asyncio
 from collections.abc import Sequence
@@ -14,29 +12,25 @@ from gateway.registry import ChatSpec, ModelSpec
 from gateway.serving.models.entry import shared
 
 log = logs.get("pulls")
-ADMIN = "admin"  # the key id under which an admin's pulls are counted
-NOBODY = "none"  # the key id under which pulls are counted that no key asked for
+ADMIN = "admin"  # the key id of an admin's pulls
+NOBODY = "none"  # the key id of pulls that no key asked for
 
 
 class Fetched(NamedTuple):
     """The progress of a model's download, in bytes."""
 
     completed: int
-    # The size of all the model's files; None until the hub has listed them.
-    total: int | None = None
+    total: int | None = None  # None until the hub has listed the files
 
 
 class Store(Protocol):
     """The interface for finding and downloading models' files."""
 
     async def find(self, spec: ModelSpec) -> Path | None:
-        """Return the path of a model's files if all files that it loads are on this disk."""
+        """Return the path of a model's files if all are on this disk."""
 
     async def files(self, spec: ModelSpec, *, is_pull: bool = False) -> Path:
-        """Find or download a model's files, and return their path.
-
-        `is_pull` means an admin's pull, which may download even if the settings forbid downloads.
-        """
+        """Find or download a model's files. An admin's pull may ignore a setting against it."""
 
     def fetched(self, spec: ModelSpec) -> Fetched:
         """Return how much of a model is on disk."""
@@ -44,7 +38,7 @@ class Store(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Pull:
-    """A download that is running, or that waits for another one to end."""
+    """A waiting or running download."""
 
     spec: ModelSpec
     key: str
@@ -53,7 +47,7 @@ class Pull:
     task: "asyncio.Task[Path]" = field(init=False)
 
     async def wait(self) -> Path:
-        """Wait for the download and return the files' path. Cancelling a caller doesn't stop it.
+        """Wait for the download, which goes on if a caller is cancelled.
 
         Raises ModelUnavailable, ModelLoadFailed, and ShuttingDown.
         """
@@ -66,39 +60,35 @@ class Pull:
 
 
 class Pulls:
-    """The waiting and running downloads. A context manager: exiting it ends the downloads, but
-    keeps complete files on disk.
-    """
+    """The waiting and running downloads, which end when this context exits."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._turn = asyncio.Lock()  # asyncio's locks are fair
+        self._turn = asyncio.Lock()  # fair
         self._pulls: dict[object, Pull] = {}
 
     @property
     def under_way(self) -> Sequence[Pull]:
-        """Return the waiting and running downloads, the oldest first."""
+        """Return the waiting and running downloads, oldest first."""
         return tuple(self._pulls.values())
 
     @property
     def pending(self) -> int:
-        """Return the bytes that all downloads are still to fetch, as far as sizes are known."""
+        """Return the bytes that all downloads still need, as far as sizes are known."""
         return sum(max(0, pull.whole - self._on_disk(pull.spec)) for pull in self.under_way)
 
     def _on_disk(self, spec: ModelSpec) -> int:
         return self._store.fetched(spec).completed
 
     def fetched(self, pull: Pull) -> Fetched:
-        """Return the progress of a download."""
-        # `completed` is capped, since it may include files of an older revision.
+        # The files on disk may include files of an older revision.
         completed, total = self._store.fetched(pull.spec)
         return Fetched(min(completed, total or completed), total)
 
     def begin(self, spec: ModelSpec, key: str = NOBODY, whole: int = 0) -> Pull:
-        """Return a model's download, after beginning it unless it is under way already.
+        """Return a model's download, which begins unless it is under way.
 
-        The downloaded bytes are counted for `key`. `whole` is the size of the model's files, if
-        known.
+        The bytes are counted for `key`. `whole` is the size of the files, if known.
         """
         name = (spec.id, spec.source)
         pull = self._pulls.get(name)
@@ -109,7 +99,7 @@ class Pulls:
         return pull
 
     def percent(self, spec: ModelSpec) -> int | None:
-        """Return the percentage of a model's download that is done; None if none is running."""
+        """Return the percentage of a running download, or None."""
         pull = self._pulls.get((spec.id, spec.source))
         completed, total = self.fetched(pull) if pull is not None else Fetched(0)
         if not total:
@@ -119,7 +109,7 @@ class Pulls:
     def _end(self, name: object) -> None:
         task = self._pulls.pop(name).task
         if not task.cancelled():
-            task.exception()  # retrieved, so that asyncio does not log it if nobody waits
+            task.exception()  # retrieved, so that asyncio does not log it
 
     async def _run(self, pull: Pull) -> Path:
         files = await self._store.find(pull.spec)
@@ -133,7 +123,6 @@ class Pulls:
             return files
 
     async def _fetch(self, spec: ModelSpec, key: str) -> Path:
-        """Download one model's files, unless an earlier download has fetched them."""
         started, before = clock.now(), self._on_disk(spec)
         try:
             return await self._store.files(spec, is_pull=key == ADMIN)
@@ -155,7 +144,7 @@ class Pulls:
 
 
 def _parts(spec: ModelSpec) -> Sequence[ModelSpec]:
-    """Return the specs to download: a model, preceded by its base if it is an adapter."""
+    """Return the model's spec, after its base's if it is an adapter."""
     if isinstance(spec, ChatSpec) and spec.base_spec is not None:
         return (spec.base_spec, spec)
     return (spec,)

@@ -1,4 +1,4 @@
-"""The loop of a rank above 0, which makes each call that rank 0 sends, until the group ends."""
+"""The loop of a rank above 0, which makes each call that rank 0 sends."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Generator
@@ -26,7 +26,7 @@ from gateway.serving.ranks.calls import (
 
 log = logs.get("ranks")
 
-IDLE_S: Final = 10.0  # seconds without a call after which freed memory returns to the system
+IDLE_S: Final = 10.0  # seconds without a call after which `tidy` is called
 GRAMMARS: Final = 64  # most compiled grammars in the cache
 
 
@@ -44,7 +44,7 @@ LoadModel = Callable[[str, Setup], GenerationEngine]
 
 
 def follow(link: Link, load: LoadModel, tidy: Callable[[], None]) -> None:
-    """Make the calls that arrive, until rank 0 ends the group. Must run on the one MLX thread."""
+    """Make the calls that arrive, until rank 0 ends the group. Must run on the MLX thread."""
     models: dict[str, FollowingEngine] = {}
     while True:
         frame = link.next_frame(IDLE_S)
@@ -64,7 +64,7 @@ def follow(link: Link, load: LoadModel, tidy: Callable[[], None]) -> None:
 
 
 def _load(call: LoadCall, load: LoadModel, models: "dict[str, FollowingEngine]") -> str:
-    """Load a model. Return an empty text or, if the load fails, the reason."""
+    """Load a model. Return the reason of a failure, or an empty text."""
     try:
         models[call.model] = FollowingEngine(load(call.model, call.setup))
     except GatewayError as error:
@@ -78,9 +78,7 @@ def _load(call: LoadCall, load: LoadModel, models: "dict[str, FollowingEngine]")
 
 
 class FollowingEngine:
-    """This rank's engine of one model. It repeats the calls of rank 0's engine. Of the results only
-    digests are used.
-    """
+    """This rank's engine of one model, which repeats the calls of rank 0's engine."""
 
     def __init__(self, engine: GenerationEngine) -> None:
         self._engine = engine
@@ -88,9 +86,7 @@ class FollowingEngine:
         self._grammars: OrderedDict[Grammar, Compiled] = OrderedDict()
 
     def make(self, call: EngineCall) -> str:
-        """Make a call. Return the outcome, which should be the same on every rank: a digest, an
-        empty text, or the name of an error.
-        """
+        """Make a call. Return a digest, an empty text, or the name of an error."""
         try:
             return self._make(call) or ""
         except Exception as error:
@@ -107,7 +103,7 @@ class FollowingEngine:
                     self._end_test()
                     self._test = engine.time_step(rows) if rows else engine.self_test()
                 if next(self._test, None) is not None and rows:
-                    self._end_test()  # timing is complete, and ending it frees the test's KV
+                    self._end_test()  # timing is complete, so the test's KV is freed
             case VerdictCall(verdict=verdict):
                 engine.apply_verdict(verdict)
             case DropAdapterCall(number=number):
@@ -128,7 +124,7 @@ class FollowingEngine:
         return digest(result)
 
     def _with_grammar(self, params: SequenceParams) -> SequenceParams:
-        """Return the params with the compiled grammar, which each rank compiles itself."""
+        """Return the params with the compiled grammar."""
         grammar = params.grammar
         if grammar is None:
             return params
