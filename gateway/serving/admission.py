@@ -24,7 +24,7 @@ class Arrival:
 
 
 class Arrivals:
-    """The requests on their way to the queue, which a batcher may wait for to share a batch."""
+    """The requests on their way to the queue, for which a batcher may wait."""
 
     def __init__(self) -> None:
         self._since: dict[Arrival, float] = {}
@@ -59,7 +59,6 @@ class Arrivals:
             await asyncio.sleep(0)
 
     async def wait_for_change(self, timeout_s: float) -> None:
-        """Wait until an arriving request is queued or over, for at most `timeout_s`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._changed.wait()
@@ -77,10 +76,7 @@ NO_BOUND: Final = 2**62
 
 
 def retry_after_s(waiting: float, finished: float, seconds: float) -> float:
-    """Estimate the seconds until a queue has drained, between LEAST_RETRY_S and MOST_RETRY_S.
-
-    `finished` items were served in the last `seconds`.
-    """
+    """Estimate the seconds until a queue has drained, after `finished` items in `seconds`."""
     drained_s = waiting * seconds / (finished + 1)
     return min(MOST_RETRY_S, max(LEAST_RETRY_S, drained_s))
 
@@ -124,8 +120,8 @@ class Admission:
     ) -> Iterator[None]:
         """Hold `amount` while entered. Raises Overloaded if there is no room.
 
-        By default, `retry_after_s` is an estimate of when the queue has drained. If `is_more`, the
-        request holds an amount already, and gets more only while half of the limit is free.
+        If `is_more`, the request holds an amount already, and gets more only while the total of all
+        requests stays within half of the limit.
         """
         held = self._held + amount
         is_greedy = is_more and 2 * held > self.limit
@@ -155,7 +151,6 @@ class Admission:
             metrics.of(metrics.QUEUE_TOKENS_LIMIT, self._model).set(limit)
 
     def begin(self) -> None:
-        """Start measuring the rate of releases anew."""
         self._since, self._finished = self._now(), 0.0
 
     def _release(self, amount: int) -> None:
@@ -168,7 +163,6 @@ class Admission:
             self._finished /= 2
 
     def retry_after_s(self) -> float:
-        """Estimate the seconds until all held units are released."""
         return retry_after_s(self._held, self._finished, self._now() - self._since)
 
 

@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Final, Protocol
 
-LEAST_PREFIXES: Final = 1 << 30  # bytes of a prefix pool that are not given up for a new sequence
+LEAST_PREFIXES: Final = 1 << 30  # bytes that a prefix pool may keep instead of room for a sequence
 
 
 class Evictable(Protocol):
@@ -16,8 +16,7 @@ class Evictable(Protocol):
         Recently used models are evicted only if `is_pressing`.
         """
 
-    def pinned_bytes(self, *, without: str) -> int:
-        """Return the bytes of all pinned models except the one with this id."""
+    def pinned_bytes(self, *, without: str) -> int: ...
 
     def model_bytes(self) -> int:
         """Return the bytes of all models, without their sequences and prefix caches."""
@@ -33,7 +32,7 @@ class Budget:
         self._held_bytes = 0
         self._models: Evictable | None = None
         self._listeners: dict[Callable[[], None], None] = {}
-        self.prefixes: list[PrefixShare] = []  # pools, in the order in which they free bytes
+        self.prefixes: list[PrefixShare] = []
 
     @property
     def free_bytes(self) -> int:
@@ -42,7 +41,7 @@ class Budget:
 
     @property
     def spare_bytes(self) -> int:
-        """Return the bytes that a new sequence may take: `free_bytes` less the claimed bytes."""
+        """Return the bytes that a new sequence may take."""
         return self.free_bytes - self.claimed_bytes
 
     def claim(self, nbytes: int) -> None:
@@ -75,14 +74,10 @@ class Budget:
         return sum(prefixes.nbytes for prefixes in self.prefixes)
 
     def kept_besides(self, own: "PrefixShare") -> int:
-        """Return the bytes of all prefix pools except `own`."""
         return sum(prefixes.nbytes for prefixes in self.prefixes if prefixes is not own)
 
     def recall(self, nbytes: int, *, besides: "PrefixShare") -> bool:
-        """Ask the other prefix pools to free `nbytes`; return False if these pools are empty.
-
-        A pool frees its bytes later, in a turn of one of its models.
-        """
+        """Ask the other prefix pools to free `nbytes` later; return False if they are empty."""
         is_new = is_due = False
         for prefixes in self.prefixes:
             if prefixes is not besides:
@@ -108,7 +103,6 @@ class Budget:
 
     def _change(self, by: int) -> None:
         self._held_bytes += by
-        # If bytes are missing, prefix pools have to free some.
         if by < 0 or (self.free_bytes < 0 and self.prefix_bytes):
             self.notify()
 
@@ -181,17 +175,16 @@ class PrefixShare:
         return min(most, self.nbytes)
 
     def shrink_to(self, nbytes: int) -> None:
-        """Lower the share to `nbytes` if it is larger; the engine's next step frees the rest."""
+        """Lower the share to at most `nbytes`, before the engine's next step frees the rest."""
         self.recalled = 0
         self.note(min(self.nbytes, nbytes))
 
     def note(self, nbytes: int) -> None:
-        """Set the share to the bytes that the pool has now."""
         self._share.resize(nbytes)
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
-        """Let a model use the pool while entered. The last model to exit releases its bytes."""
+        """Let a model use the pool while entered; the last one to exit releases its bytes."""
         if not self._users:
             self._budget.prefixes.append(self)
         self._users += 1

@@ -22,8 +22,7 @@ class DeviceHealth:
     """The state of the device, as the errors of all models show it.
 
     The device is lost after a permanent error, or once a model's fixed test prompt has failed
-    PROBES times in a row for unknown reasons. `see`, `note` and `shed` must run on the lane's
-    thread.
+    PROBES times in a row for unknown reasons. `see`, `note` and `shed` must run on the lane.
     """
 
     def __init__(
@@ -53,7 +52,7 @@ class DeviceHealth:
         return fault
 
     def see(self, error: Exception) -> Exception:
-        """Return the error to raise in the caller, which is DeviceLost if the device is lost."""
+        """Return the error to raise in the caller, which may be DeviceLost."""
         error = self._name(error)
         if self.classify(error) is not Fault.FATAL:
             return error
@@ -61,10 +60,7 @@ class DeviceHealth:
         return DeviceLost()
 
     def note(self, fault: Fault, message: str, probe: Callable[[], None]) -> None:
-        """Record a fault of a pass, and call `probe` after every UNKNOWN_FAULTS unknown faults.
-
-        Raises DeviceLost if the device is lost.
-        """
+        """Record a fault of a pass, and probe after UNKNOWN_FAULTS of them. Raises DeviceLost."""
         if fault is Fault.FATAL:
             self._lose(message)
         if fault is Fault.UNKNOWN:
@@ -115,7 +111,6 @@ class DeviceHealth:
                 self.see(error)
 
     def as_error(self, model: str, error: Exception) -> GatewayError:
-        """Return the error for a caller whose row has failed with `error`."""
         if isinstance(error, GatewayError):
             return error
         if self.lost is not None:
@@ -130,10 +125,7 @@ async def run_forever(
     work: Callable[[], Awaitable[None]],
     on_error: Callable[[Exception], None] = lambda _: None,
 ) -> None:
-    """Call `work` again and again until cancelled.
-
-    After an error, `on_error` must end the requests whose work was lost.
-    """
+    """Call `work` until cancelled; after an error, `on_error` must end the lost requests."""
     while True:
         try:
             await work()

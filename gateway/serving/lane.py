@@ -58,10 +58,7 @@ class FairQueue:
         self._clocks[kind] = self._after(kind, seconds)
 
     def is_up(self, kind: str, seconds: float, waiting: Iterable[str]) -> bool:
-        """Return True if the current turn should end, `seconds` after it began.
-
-        It should end if a turn of the same kind waits, or of a kind whose clock is not ahead.
-        """
+        """Return True if the current turn, which has taken `seconds`, should end."""
         current = self._after(kind, seconds)
         return any(other == kind or self._start(other) <= current for other in waiting)
 
@@ -77,7 +74,7 @@ T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 log = logs.get("lane")
 
-LOAD = "load"  # the kind of turns that load models, which may take long
+LOAD = "load"
 MOST_LOAD_S = 1.0  # counted seconds of a load's turn, so that a slow disk doesn't delay later loads
 
 
@@ -97,10 +94,7 @@ class Beat:
 
 
 class _Work:
-    """A call for the lane's thread, and a future that is done once the call has ended.
-
-    The future lacks the result, so that a result which nobody takes is freed on the lane's thread.
-    """
+    """A call for the lane's thread."""
 
     __slots__ = ("args", "beat", "done", "function", "loop", "result")
 
@@ -109,11 +103,11 @@ class _Work:
         self.function = function
         self.args = args
         self.loop = asyncio.get_running_loop()
+        # The future lacks the result, which must be freed on the lane's thread if nobody takes it.
         self.done: asyncio.Future[None] = self.loop.create_future()
         self.result: Any = None
 
     def do(self, health: DeviceHealth) -> None:
-        """Call the function and complete the future. Must run on the lane's thread."""
         try:
             self.result = self.function(*self.args)
         except BaseException as error:  # `as_exception` raises the errors that must end the thread
@@ -142,7 +136,7 @@ class _Work:
 
 @dataclass(slots=True, eq=False)
 class _Waiter:
-    """A task that waits for the lane; `gained` is done once it holds the lane."""
+    """A task that waits for the lane."""
 
     kind: str
     owner: str
@@ -168,13 +162,12 @@ class Lane:
         self._fair_queue = FairQueue(weights, {LOAD: MOST_LOAD_S})
         self._waiters: list[_Waiter] = []
         self._is_held = False
-        # The time at which the last turn of each kind and owner ended.
         self._ended_at: dict[tuple[str, str], float] = {}
         self._work: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run_thread, name="lane", daemon=True)
         self._is_open = False
         self._has_ended = asyncio.Event()
-        self._usual_s: dict[Hashable, float] = {}  # longest calls by shape; each load clears it
+        self._usual_s: dict[Hashable, float] = {}
         # The owner of unfinished work on the device, and a function that waits for that work.
         self._under_way: tuple[str, Callable[[], None]] | None = None
         self.beat: Beat | None = None  # written only by the thread; None while it has no work
@@ -190,10 +183,7 @@ class Lane:
 
     @contextlib.asynccontextmanager
     async def turn(self, kind: str, owner: str = "") -> AsyncIterator["Turn"]:
-        """Wait for the lane, then hold it while entered.
-
-        `kind` names the work for weights and metrics, and `owner` the model or task.
-        """
+        """Wait for the lane, then hold it while entered, as `owner`, a model or task."""
         self._check()
         requested = clock.now()
         await self._acquire(kind, owner)
@@ -227,7 +217,7 @@ class Lane:
             raise
 
     def _release(self) -> None:
-        # A cancelled waiter stays in the list until its task runs.
+        # A cancelled waiter is in the list until its task runs.
         self._waiters = [waiter for waiter in self._waiters if not waiter.gained.done()]
         if not self._waiters:
             self._is_held = False
@@ -310,16 +300,13 @@ class Lane:
         await self._acquire("close")
         self._is_open = False
         self._work.put(None)
-        self._release()  # waiters get the lane in turn, and then raise ShuttingDown
+        self._release()
         await self._has_ended.wait()  # unlike `join` on another thread, this can be cancelled
         self._thread.join()
 
 
 class Turn:
-    """A turn of the lane: calling it runs a function on the lane's thread.
-
-    `gained` is the time at which the turn began, and `waited_s` the seconds of the wait for it.
-    """
+    """A turn of the lane, which began at `gained`; calling it runs a function on the lane."""
 
     def __init__(self, lane: Lane, kind: str, owner: str, gained: float, waited_s: float) -> None:
         self._lane = lane
@@ -337,7 +324,6 @@ class Turn:
         return self._lane._run(self._beat(), function, *args)
 
     def set_shape(self, shape: Hashable) -> None:
-        """Set the shape of the next calls, by which their usual time is found."""
         self._shape = shape
         self._usual_s = self._lane._usual_s.get(shape)
 
@@ -348,8 +334,7 @@ class Turn:
     def leave_under_way(self, wait: Callable[[], None]) -> None:
         """Let the device finish launched work after the turn. Must run on the lane's thread.
 
-        Before another owner's call, `wait` must wait for the work, and store errors instead of
-        raising them.
+        Before another owner's call, `wait` must wait for the work and store its errors.
         """
         self._lane._under_way = self._owner, wait
 
@@ -358,14 +343,10 @@ class Turn:
 
     @property
     def is_contended(self) -> bool:
-        """Return True if another turn waits. Safe on any thread."""
         return bool(self._lane._waiters)
 
     def seconds_alone(self, beside: Container[str]) -> float:
-        """Return the seconds since another owner had or wanted a turn; inf if none did.
-
-        Turns of the kinds in `beside` don't count. Safe on any thread.
-        """
+        """Return the seconds since another owner had or wanted a turn of a kind not in `beside`."""
         lane, owner = self._lane, self._owner
         if any(
             waiter.owner != owner and waiter.kind not in beside for waiter in tuple(lane._waiters)
@@ -380,12 +361,12 @@ class Turn:
 
     @property
     def is_up(self) -> bool:
-        """Return True if another turn is due, so that this one should end. Safe on any thread."""
+        """Return True if another turn is due, so that this one should end."""
         lane = self._lane
         return bool(lane._waiters) and lane._is_up(self._kind, clock.now() - self.gained)
 
 
-START_TOKENS = 512  # tokens of the first pass
+START_TOKENS = 512
 LEAST_TOKENS = 32  # tokens; a smaller pass takes no less time
 MOST_GROWTH = 4  # most growth from pass to pass, since a short pass predicts a long one badly
 WELL_WITHIN = 0.75  # share of the limit below which a small pass counts as fast
@@ -415,5 +396,4 @@ class Pace:
         self.tokens = START_TOKENS
 
     def note(self, tokens: int, seconds: float) -> None:
-        """Adjust the estimate after a pass of `tokens` padded tokens."""
         self.tokens = allowed_tokens(self.tokens, tokens, seconds, self.limit_s)

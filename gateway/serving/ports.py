@@ -1,4 +1,4 @@
-"""The Protocols of engines, whose methods run on the lane unless they are safe on any thread."""
+"""The Protocols of engines."""
 
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any, Protocol
@@ -17,7 +17,7 @@ from gateway.jobs.steps import (
 
 
 class EmbeddingEngine(Protocol):
-    """The computations of one embedding model."""
+    """The computations of one embedding model: `embed`, `probe` and `close` run on the lane."""
 
     @property
     def dimensions(self) -> int:
@@ -32,19 +32,17 @@ class EmbeddingEngine(Protocol):
         """Return the number of token ids, which begin at 0."""
 
     @property
-    def prompts(self) -> Mapping[str, str]:
-        """Return the texts to put before inputs, by name."""
+    def prompts(self) -> Mapping[str, str]: ...
 
     @property
-    def default_prompt_name(self) -> str | None:
-        """Return the name of the prompt for callers that name none."""
+    def default_prompt_name(self) -> str | None: ...
 
     @property
     def has_patterns(self) -> bool:
         """Return True if the tokenizer has regular expressions from files, which may be slow."""
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the texts' token ids, special tokens included. Safe on any thread."""
+        """Return the texts' token ids, special tokens included."""
 
     def encode_start(self, texts: Sequence[str]) -> list[list[int]]:
         """Return each text's first token ids, more than `max_tokens` if the text is too long."""
@@ -69,7 +67,7 @@ class EmbeddingEngine(Protocol):
 
 
 class RerankEngine(Protocol):
-    """The computations of one reranker."""
+    """The computations of one reranker: `score`, `probe` and `close` run on the lane."""
 
     @property
     def max_tokens(self) -> int:
@@ -83,7 +81,7 @@ class RerankEngine(Protocol):
         max_document_tokens: int | None = None,
         instruction: str | None = None,
     ) -> list[Pair]:
-        """Tokenize the query with each document, cut to fit. Safe on any thread.
+        """Tokenize the query with each document, cut to fit.
 
         `instruction` is ignored unless the model's prompt has a place for one. Raises
         ContextLengthExceeded for a query that leaves no room for a document's token.
@@ -119,43 +117,37 @@ class Tokens(Protocol):
     def pieces(self, ids: Sequence[int]) -> list[str]:
         """Return the vocabulary's string for each id, or an empty one for an unknown id."""
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ids, including special tokens."""
+    def decode(self, ids: Sequence[int]) -> str: ...
 
 
 class PrefixCache(Protocol):
-    """A chat model's prefix cache, as prefix files use it."""
+    """A chat model's prefix cache, as prefix files use it on the lane."""
 
     @property
     def pool_bytes(self) -> int:
         """Return the bytes of the pool, which several models may share."""
 
     def pieces(self, adapter: int) -> Sequence[PrefixPiece]:
-        """Return an adapter's cached KV as pieces, most recently used first.
-
-        A piece comes after the pieces that it continues.
-        """
+        """Return an adapter's cached KV as pieces, each after the pieces that it continues."""
 
     def copy_piece(self, adapter: int, piece: PrefixPiece) -> bytes | None:
         """Return a piece's content; None if a part of it has been evicted."""
 
     def put_piece(self, adapter: int, salt: str, content: bytes) -> bool:
-        """Put a piece's content into the cache. Return False if there is no room for it.
+        """Put a piece's content into the cache; return False if there is no room.
 
         May raise any error for content that `copy_piece` has not returned for this model.
         """
 
 
 class GenerationEngine(Protocol):
-    """The computations of one chat model, on a batch that sequences join and leave."""
+    """The computations of one chat model. All methods run on the lane unless stated otherwise."""
 
     @property
-    def facts(self) -> EngineFacts:
-        """Return the facts about the model that never change."""
+    def facts(self) -> EngineFacts: ...
 
     @property
-    def tokens(self) -> Tokens:
-        """Return the model's tokenizer."""
+    def tokens(self) -> Tokens: ...
 
     @property
     def prefixes(self) -> PrefixCache | None:
@@ -173,53 +165,35 @@ class GenerationEngine(Protocol):
         """
 
     def compile(self, grammar: Grammar) -> Compiled:
-        """Compile a grammar. Slow; safe on any thread.
-
-        Raises BadRequest, which names the keyword or place that cannot be compiled.
-        """
+        """Compile a grammar. Slow; safe on any thread. Raises BadRequest."""
 
     def matches_schema(self, schema: str, answer: str) -> bool | None:
-        """Return whether an answer matches a JSON Schema, or None if that is unknown.
-
-        Slow; safe on any thread.
-        """
+        """Return whether an answer matches a JSON Schema. Slow; safe on any thread."""
 
     def read_answer(self, params: SequenceParams, text: str, is_cut: bool) -> Reading:
         """Parse a sequence's complete answer into thoughts, text and calls.
 
-        An answer that `is_cut` has no calls. If parsing fails, the answer stays text, and a log
-        event with the reason is returned too. Slow; safe on any thread. Raises Overloaded or
-        Unavailable if other work leaves no time for parsing.
+        Slow; safe on any thread. If parsing fails, the answer stays text, and a log event is
+        returned. Raises Overloaded or Unavailable if other work leaves no time for parsing.
         """
 
     def step(self, plan: StepPlan) -> StepResult:
         """Change the batch as planned, then run a pass.
 
-        If a pass fails, its sequences are prefilled again, which changes no answer. A sequence that
-        fails even alone, or cannot join, ends with a delta that has the error.
+        Sequences of a failed pass are prefilled again. If a sequence fails alone, its delta has the
+        error.
         """
 
-    def synchronize(self) -> None:
-        """Wait until the device has finished its launched work."""
+    def synchronize(self) -> None: ...
 
     def self_test(self) -> Generator[Verdict]:
-        """Compare sequences in batches with the same sequences alone, one pass per step.
-
-        Each step yields the verdict so far, and the last step a complete verdict.
-        """
+        """Compare sequences in batches and alone; each step yields the verdict so far."""
 
     def time_step(self, rows: int) -> Generator[float | None]:
-        """Time a decode step of `rows` sequences, one pass per step.
-
-        The last step yields the seconds, and earlier steps None.
-        """
+        """Time a decode step of `rows` sequences; the last step yields the seconds."""
 
     def apply_verdict(self, verdict: Verdict) -> None:
-        """Stop using the ways of running sequences that the verdict found wrong.
-
-        An architecture that is not known to work in batches runs one sequence at a time until a
-        complete verdict is applied.
-        """
+        """Stop using the ways of running sequences that the verdict found wrong."""
 
     def probe(self) -> None:
         """Prefill a fixed prompt without compiling anything. Raises the device's errors."""
@@ -227,8 +201,7 @@ class GenerationEngine(Protocol):
     def routing_keys(self, adapter: int = 0) -> Sequence[bytes]:
         """Return the routing keys of the prompts in the prefix cache. Safe on any thread."""
 
-    def drop_adapter(self, number: int) -> None:
-        """Free an adapter and end its sequences."""
+    def drop_adapter(self, number: int) -> None: ...
 
     def nbytes(self) -> int:
         """Return the bytes held on the device: weights, KV and prefix cache."""

@@ -45,7 +45,6 @@ class Bucket:
         self._left = self.left - amount
 
     def wait_s(self) -> float:
-        """Return the seconds until the next request is allowed."""
         return seconds_until(1.0, self.left, self.limit)
 
     def reset_s(self) -> float:
@@ -72,7 +71,6 @@ class Accounts:
     _accounts: dict[str | None, dict[Kind, Bucket]] = field(default_factory=dict)
 
     def of(self, key_id: str | None) -> dict[Kind, Bucket]:
-        """Return a caller's buckets, one for each limited kind."""
         if key_id not in self._accounts:
             limits: dict[Kind, int | None] = {
                 "requests": self.allowance.requests,

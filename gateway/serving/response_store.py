@@ -68,7 +68,7 @@ class _Owned:
     # Items by id, each as often as responses have it.
     items: dict[str, list[StoredItem]] = field(default_factory=dict)
     images: dict[bytes, StoredImage] = field(default_factory=dict)  # by digest
-    uses: Counter[bytes] = field(default_factory=Counter)  # number of responses that have an image
+    uses: Counter[bytes] = field(default_factory=Counter)
 
     def growth(self, response: StoredResponse) -> int:
         """Return the bytes that a response adds, without images that are stored already."""
@@ -100,7 +100,6 @@ class _Owned:
                 del self.items[item.id]
 
     def _shared(self, item: StoredItem) -> StoredItem:
-        """Return a copy of an item that refers to the stored images."""
         if not item.images:
             return item
         return replace(item, images=[self.images[image.digest] for image in item.images])
@@ -144,10 +143,7 @@ class ResponseStore:
             return sum(len(owned.responses) for owned in self._by_owner.values())
 
     def keep(self, owner: str | None, response: StoredResponse) -> bool:
-        """Keep a response, and evict the owner's oldest ones if there is no room.
-
-        Return False if the store is off or the response exceeds `max_bytes`.
-        """
+        """Keep a response if possible, and evict the owner's oldest ones if necessary."""
         with self._lock:
             self.expire()
             if not self.is_on or response.nbytes > self._max_bytes:
@@ -179,7 +175,6 @@ class ResponseStore:
             return owned.items[item_id][-1]
 
     def delete(self, owner: str | None, response_id: str) -> bool:
-        """Delete a response; return False if there is none."""
         with self._lock:
             if self.find(owner, response_id) is None:
                 return False

@@ -27,13 +27,13 @@ End: TypeAlias = Literal["late", "died"]
 
 READY: Final = 2  # processes kept ready, since the imports of one take one to two seconds
 WAITS: Final = 6  # work may wait this many times its processor time, since the machine may be busy
-WAIT_S: Final = 30.0  # longest wait for earlier calls
-START_S: Final = 60.0  # most seconds that a process's imports may take
+WAIT_S: Final = 30.0
+START_S: Final = 60.0
 POLL_S: Final = 0.1  # seconds between checks of memory, if the system does not limit it
-MOST_KEPT: Final = 1024  # most remembered keys of work that was killed
+MOST_KEPT: Final = 1024
 LATE_LASTS_S: Final = 600.0  # `late` is forgotten after this, since the machine may have been slow
 GRACE_S: Final = 1.0
-CROSS_S: Final = 10.0  # most seconds for sending a file or pixels
+CROSS_S: Final = 10.0
 MOST_BYTES: Final = 1 << 16  # most bytes of an answer, without the text that its request allows
 CHAR_BYTES: Final = 12  # most bytes of a character, since JSON writes some as two escapes
 # The environment variables that a process is given, without keys.
@@ -48,8 +48,7 @@ class Sandbox:
     """A context manager that runs requests in processes until exit. Safe on any worker thread.
 
     `command` is passed a connection's file descriptor; engine/sandbox_worker.py has the protocol.
-    Calls run one after another. One call that takes longer than `quick_s` may go on while other
-    processes serve further calls. A key is remembered if its work is `late` or `died`.
+    One call that takes longer than `quick_s` may go on in its process while others are served.
     """
 
     def __init__(
@@ -80,9 +79,6 @@ class Sandbox:
         `busy`: other calls took all the time. `late`: the request took over `timeout_s` of
         processor time. `died`: its process died. `slow`: it waited for a processor for too long.
         `killed`: the system ended its process twice, maybe for lack of memory.
-
-        A request's `data` is the bytes of a file. Its `answer_bytes` is the length of an answer
-        that is bytes.
         """
         outcome = self._call(request, key)
         if outcome[0] == KILLED and not self._is_closed:
@@ -135,7 +131,7 @@ class Sandbox:
     def _attempt(
         self, process: "_Process", request: Mapping[str, Any] | None, seconds: float
     ) -> Outcome | None:
-        """Send a request, unless it is None, and wait for the outcome for at most `seconds`."""
+        """Send a request, unless it is None; return the outcome, or None after `seconds`."""
         try:
             return process.ask(request, seconds, watch_memory=not self._is_memory_bounded)
         except MemoryError:
@@ -147,11 +143,11 @@ class Sandbox:
 
     def _take(self) -> "_Process":
         with self._lock:
-            while self._idle and not self._idle[-1].is_alive:  # the system may have ended it
+            while self._idle and not self._idle[-1].is_alive:
                 self._idle.pop().kill()
             process = self._idle.pop() if self._idle else _Process(self._command)
             self._busy.add(process)
-        with contextlib.suppress(OSError, EOFError):  # sending the request will raise this again
+        with contextlib.suppress(OSError, EOFError):
             process.wait_ready()
         return process
 
@@ -196,7 +192,6 @@ class Sandbox:
             self._idle.insert(0, _Process(self._command))
 
     def warm(self) -> None:
-        """Start processes now, since their imports take seconds."""
         with self._lock:
             self._replenish()
 
@@ -210,12 +205,12 @@ class Sandbox:
             self._is_closed = True
             while self._idle:
                 self._idle.pop().kill()
-            for process in self._busy:  # their calls return `killed`
+            for process in self._busy:
                 process.end()
 
 
 class _Process:
-    """A process of a sandbox, and the gateway's end of the connection to it."""
+    """A process of a sandbox, and the connection to it."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self._connection, other_end = multiprocessing.Pipe()
@@ -246,7 +241,7 @@ class _Process:
         if self._is_ready:
             return
         if not self._connection.poll(START_S):
-            self.kill()  # the next request finds that the process is gone
+            self.kill()
             return
         self._connection.recv_bytes(MOST_BYTES)
         self._is_ready = True

@@ -45,7 +45,7 @@ OWN: Final[frozenset[Kind]] = frozenset(
 )
 # Most characters of a text that is tokenized on the event loop, in 20 µs; a thread takes 300 µs.
 SHORT_CHARS: Final = 1000
-LONG_CHARS: Final = 1 << 16  # most characters of a request that is not long work
+LONG_CHARS: Final = 1 << 16
 SLICE_CHARS: Final = 1 << 17  # characters that one call tokenizes, in about 0.1 s
 
 
@@ -68,7 +68,6 @@ class ThreadPools:
     async def run(
         self, function: Callable[[*Ts], T], *args: *Ts, kind: Kind = "short prompts"
     ) -> T:
-        """Call a function on a thread for `kind`."""
         return await asyncio.get_running_loop().run_in_executor(
             self._threads[kind], raise_panics(function), *args
         )
@@ -114,7 +113,6 @@ def _is_longer(most_chars: int, values: list[Any]) -> bool:
 
 
 def texts_kind(chars: int) -> Kind:
-    """Return the kind of thread that should tokenize texts of `chars` characters in all."""
     if chars > LONG_CHARS:
         return "long texts"
     return "short texts"

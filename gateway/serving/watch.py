@@ -31,10 +31,7 @@ class StallLimits:
     load_s: float  # for a load, or for a call with a new shape
 
     def is_over(self, beat: Beat | None, seconds: float) -> bool:
-        """Return True if the lane has stalled, since `beat` has not changed for `seconds`.
-
-        A call may take longer than `call_s` if earlier calls with the same shape did.
-        """
+        """Return True if a beat that has not changed for `seconds` means a stall."""
         if beat is None:
             return False
         if beat.usual_s is None:
@@ -43,7 +40,7 @@ class StallLimits:
 
 
 class BeatAge:
-    """Measures for how long the lane's beat has not changed."""
+    """The time for which the lane's beat has not changed."""
 
     def __init__(self) -> None:
         self._beat: Beat | None = None
@@ -67,7 +64,7 @@ class Watch:
 
     It writes the stacks of all threads to stderr if the lane or the loop stalls, the lane dies, the
     device is lost, or `lost` returns a text about another failed part. Then it calls `on_stall` on
-    the loop, and `exit_process` on its own thread, because a stuck call ends only with the process.
+    the loop, and `exit_process` on the watching thread.
     """
 
     def __init__(
@@ -97,7 +94,6 @@ class Watch:
 
     @property
     def status(self) -> Status:
-        """Return `dead` at once, and `stalled` after a limit."""
         if self._is_dead:
             return "dead"
         return self._status
@@ -112,7 +108,6 @@ class Watch:
 
     @property
     def beat_age_s(self) -> float:
-        """Return the seconds without progress on the lane's thread, as of the last check."""
         return self._beat_age.of(self._lane.beat)
 
     def _run(self) -> None:

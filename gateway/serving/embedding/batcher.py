@@ -35,7 +35,7 @@ class TextVector:
 
 
 class EmbeddingCache:
-    """An LRU cache of at most `size` vectors. The keys are digests of a text and a salt."""
+    """An LRU cache of at most `size` vectors, by digests of a text and a salt."""
 
     def __init__(self, model: str, size: int) -> None:
         self._size = size
@@ -103,16 +103,15 @@ class EmbeddingBatcher(RowBatcher[TokenIds]):
     async def embed(self, job: EmbedJob, arrival: Arrival | None = None) -> Embedded:
         """Return a vector for every input, in order. `arrival` ends once the inputs are queued.
 
-        Raises Overloaded, ContextLengthExceeded for an input that is too long, DeadlineExceeded,
-        and EngineFailed.
+        Raises Overloaded, ContextLengthExceeded, DeadlineExceeded, and EngineFailed.
         """
         async with self._begin(job.caller, arrival) as expected:
             return await self._embed(job, add_prompts(self.engine, self._name, job), expected)
 
     async def rerank(self, job: RerankJob, arrival: Arrival | None = None) -> Reranked:
-        """Return a score for each document: (1 + c) / 2, or c if the job `is_raw`.
+        """Return a score for each document: (1 + cosine) / 2, or the cosine if `is_raw`.
 
-        c is the cosine of the document's and the query's vectors. Raises the errors of `embed`.
+        Raises the errors of `embed`.
         """
         query_prompt = find_prompt(self.engine, QUERY_PROMPTS, job.prompt_name)
         document_prompt = find_prompt(self.engine, DOCUMENT_PROMPTS, job.prompt_name)
@@ -173,7 +172,6 @@ class EmbeddingBatcher(RowBatcher[TokenIds]):
     async def _compute_texts(
         self, job: EmbedJob, texts: Sequence[str], arrival: Arrival
     ) -> list[TextVector]:
-        """Compute the vectors of the texts or, without texts, of the job's token ids."""
         rows = await self._tokenize(job, texts)
         rows, truncated = fit_to_context(self.engine, rows, truncate=job.truncate)
         vectors = await self._queue(rows, job.caller.timings, arrival)
@@ -195,10 +193,7 @@ class EmbeddingBatcher(RowBatcher[TokenIds]):
 
 
 def add_prompts(engine: EmbeddingEngine, model: str, job: EmbedJob) -> list[str]:
-    """Return the job's texts after the prompt that the job names, or the model's default prompt.
-
-    Raises BadRequest for a prompt that the model does not have.
-    """
+    """Return the job's texts after its prompt. Raises BadRequest for an unknown prompt."""
     name = job.prompt_name or engine.default_prompt_name
     if not job.texts or name is None:
         return list(job.texts)

@@ -18,7 +18,7 @@ class Windows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingLimits:
-    """The limits of a pass, of its wait for more inputs, and of the queue."""
+    """The limits of a pass, its wait for more inputs, and the queue."""
 
     max_batch_size: int
     max_batch_tokens: int
@@ -27,7 +27,7 @@ class EmbeddingLimits:
     batch_deadline_s: float = 0.1  # most seconds that an input waits for other inputs
     windows: Windows | None = None  # used instead of `batch_window_s`
     queue_max_tokens: int = NO_BOUND
-    cache_size: int = 0  # vectors
+    cache_size: int = 0
     pass_limit_s: float = 0.25  # most seconds that a pass should take
 
 
@@ -75,9 +75,9 @@ def patience(
 ) -> float:
     """Return how many more seconds the `rows` waiting inputs should wait for other inputs.
 
-    The oldest input has waited for `age_s`, and the newest arriving request, if any, has been
-    arriving for `newest_age_s`. A full batch never waits, and a batch of the minimum size waits
-    only while a request is arriving, but at most a window, since its client may be slow.
+    The oldest input has waited for `age_s`, and the newest request has been arriving for
+    `newest_age_s`. A batch of the minimum size waits at most a window for an arriving request,
+    since its client may be slow.
     """
     if rows >= limits.max_batch_size or limits.max_batch_size == 1:
         return 0.0

@@ -43,8 +43,7 @@ class RerankBatcher(RowBatcher[Pair]):
     async def rerank(self, job: RerankJob, arrival: Arrival | None = None) -> Reranked:
         """Return a score for every document, in order. `arrival` ends once the pairs are queued.
 
-        Raises Overloaded, ContextLengthExceeded for a query or, unless the job has `truncate`, a
-        document that is too long, DeadlineExceeded, and EngineFailed.
+        Raises Overloaded, ContextLengthExceeded, DeadlineExceeded, and EngineFailed.
         """
         timings = job.caller.timings
         async with self._begin(job.caller, arrival) as expected:
@@ -85,7 +84,6 @@ class RerankBatcher(RowBatcher[Pair]):
             raise ContextLengthExceeded(limit, tokens, noun="documents", part="documents")
 
     def _score(self, pairs: Sequence[Pair]) -> Vectors:
-        """Return the pairs' logits. Must run on the lane."""
         logits = self.engine.score(pairs)
         if not np.isfinite(logits).all():
             raise EngineFailed(self._name, "a score is not finite.")

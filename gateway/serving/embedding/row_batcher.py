@@ -36,7 +36,7 @@ class RowRequest(Generic[R]):
         self._array: Vectors | None = None
         self._inferred_s = 0.0
         self._lane_s = 0.0
-        self._turn: Turn | None = None  # the last turn that computed rows
+        self._turn: Turn | None = None
 
     @property
     def is_over(self) -> bool:
@@ -69,7 +69,6 @@ class RowRequest(Generic[R]):
             self._lane_s += max(0.0, min(turn.waited_s, turn.gained - self.arrived))
 
     def answer(self, index: int, result: Vectors) -> None:
-        """Add the result of one row, (width,)."""
         if self._array is None:
             self._array = np.empty((len(self._rows), len(result)), dtype=np.float32)
         self._array[index] = result
@@ -96,10 +95,10 @@ class RowRequest(Generic[R]):
 
 
 class Row(NamedTuple, Generic[R]):
-    """One row inside a batch."""
+    """A row in a batch."""
 
     request: RowRequest[R]
-    position: int  # the row's index in its request
+    position: int
     row: R
 
 
@@ -143,7 +142,6 @@ class RowBatcher(Generic[R]):
 
     @contextlib.asynccontextmanager
     async def _begin(self, caller: Caller, arrival: Arrival | None) -> AsyncIterator[Arrival]:
-        """Yield the given arrival or a new one, and cancel the body at the caller's deadline."""
         timings = caller.timings
         timings.model, timings.stage = self._name, Stage.TOKENIZE
         async with until_deadline(caller):
@@ -272,7 +270,7 @@ class RowBatcher(Generic[R]):
             _refuse([row], self._as_error(error))
 
     async def _note(self, turn: Turn, error: Exception) -> Fault:
-        """Record the error of a pass, and return its fault. Raises DeviceLost."""
+        """Record the error of a pass. Raises DeviceLost."""
         health = self._lane.health
         fault = health.classify(error)
         await turn(health.note, fault, str(error), self._probe)

@@ -1,4 +1,4 @@
-"""Validates finished answers against JSON schemas, whose parts a grammar may not all enforce."""
+"""Validates finished answers against JSON schemas."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,7 @@ log = logs.get("generation")
 
 
 class Fit(Enum):
-    """Whether a finished choice fits its schemas. BROKEN violates a schema that must fit."""
+    """Whether a finished choice fits its schemas; BROKEN violates a schema that is strict."""
 
     VALID = "valid"
     INVALID = "invalid"
@@ -37,8 +37,6 @@ def choose_retried(job: GenerateJob, fits: Sequence[Fit | None]) -> list[int]:
 
 @dataclass(slots=True)
 class _Choice:
-    """The text and the calls of a choice so far."""
-
     text: list[str] = field(default_factory=list)
     calls: dict[int, tuple[list[str], list[str]]] = field(default_factory=dict)  # name, arguments
     is_cut: bool = False
@@ -60,8 +58,7 @@ class AnswerChecker:
         self._pool = pool
         self._job = job
         self._choices: dict[int, _Choice] = {}
-        # JSON pointers to parts of schemas that no grammar enforces. A pointer into a function's
-        # parameters begins with the function's name.
+        # JSON pointers to parts of schemas that no grammar enforces.
         self.unenforced = unenforced
         functions = () if job.calling is None else job.calling.functions
         self._held = {
@@ -85,10 +82,7 @@ class AnswerChecker:
             arguments.append(delta.call.arguments)
 
     async def check(self, index: int) -> Fit | None:
-        """Return whether a finished choice fits its schemas, or None without schemas.
-
-        The result is UNKNOWN if the choice was cut, the deadline passed, or the engine cannot tell.
-        """
+        """Return whether a finished choice fits its schemas, or None without schemas."""
         choice = self._choices.pop(index, None)
         if choice is None:
             return None

@@ -32,7 +32,7 @@ log = logs.get("generation")
 
 # Decoding waits only for prompts of at most this many prefill passes, and for that many passes.
 PREFILL_FIRST_PASSES = 2
-RETRY_PAUSE_S = 0.1  # pause after a failed turn, since the next may fail too
+RETRY_PAUSE_S = 0.1
 
 
 @dataclass(slots=True)
@@ -41,8 +41,8 @@ class Generation:
 
     usage: Usage
     deltas: AsyncGenerator[Delta, None]
-    params: SequenceParams  # the first choice's parameters
-    checker: AnswerChecker  # checks each choice after its last delta
+    params: SequenceParams
+    checker: AnswerChecker
 
 
 class GenerationBatcher:
@@ -59,7 +59,7 @@ class GenerationBatcher:
         memory: RowMemory | None = None,
     ) -> None:
         self._name = name
-        self._log = log.bind(model=name)  # once, not for every pass
+        self._log = log.bind(model=name)
         self.engine = engine
         self._lane = lane
         self._pool = pool
@@ -72,17 +72,16 @@ class GenerationBatcher:
         self._scheduler = Scheduler(name, self._cap_batch(limits), self.memory)
         self._wake_events = {kind: asyncio.Event() for kind in ("prefill", "decode")}
         self._decode_waits_since: float | None = None
-        self._warnings: set[str] = set()  # events logged already
-        self._interrupt = threading.Event()  # ends the current turn after its pass
+        self._warnings: set[str] = set()
+        self._interrupt = threading.Event()
         self._pace = PrefillPace(limits)
         self._gains = DraftGains()
-        self._state = StepResult()  # the last pass's result
-        self.verdict: Verdict | None = None  # the self-test's result
+        self._state = StepResult()
+        self.verdict: Verdict | None = None
         self._was_batched = self.is_batched
 
     @property
     def rows(self) -> int:
-        """Return the number of sequences in prefill or decoding."""
         return self._scheduler.running
 
     @property
@@ -117,7 +116,7 @@ class GenerationBatcher:
         self.adopt(self._limits)
 
     def _on_fault(self, fault: PassFault) -> None:
-        """Log the error of a pass. After a lack of memory, run fewer sequences at once."""
+        """Log a pass's error, and run fewer sequences at once after a lack of memory."""
         metrics.of(metrics.BATCH_FAULTS, self._name).inc()
         log.warning("batch_fault", model=self._name, fault=fault.fault.value, error=fault.message)
         if fault.is_pressure:
@@ -138,10 +137,9 @@ class GenerationBatcher:
     ) -> AsyncIterator[Generation]:
         """Queue a job, and yield its Generation. Exiting drops every sequence of the job.
 
-        If the queue is full, `on_full` is called, and the job waits for a place. Without it,
-        Overloaded is raised. Raises BadRequest for a prompt that cannot be rendered,
-        ContextLengthExceeded, and PromptTooLarge if the prompt can never fit in memory. Iterating
-        raises DeadlineExceeded and EngineFailed.
+        If the queue is full, `on_full` is called and the job waits, or without it Overloaded is
+        raised. Also raises BadRequest, ContextLengthExceeded and PromptTooLarge. Iterating raises
+        DeadlineExceeded and EngineFailed.
         """
         timings, name = job.caller.timings, self._name_for(job)
         timings.model, timings.stage = name, Stage.TOKENIZE
@@ -179,10 +177,7 @@ class GenerationBatcher:
                 self._drop(choices)
 
     async def count_tokens(self, job: GenerateJob) -> int:
-        """Return the number of a job's prompt tokens, even beyond the model's context.
-
-        Raises BadRequest for a prompt that cannot be rendered.
-        """
+        """Return the number of a job's prompt tokens, even beyond the model's context."""
         job.caller.timings.model, job.caller.timings.stage = self._name_for(job), Stage.TOKENIZE
         try:
             return len((await self._plan(job))[0].prompt)
@@ -197,7 +192,6 @@ class GenerationBatcher:
         return sequences
 
     def _name_for(self, job: GenerateJob) -> str:
-        """Return the id of the job's model, which may be an adapter."""
         return job.adapter.model if job.adapter is not None else self._name
 
     def _warn_once(self, event: str, **details: str | int) -> None:
@@ -250,7 +244,6 @@ class GenerationBatcher:
             self._wake()
 
     def _on_memory_change(self) -> None:
-        """Wake the workers if sequences wait, or if the prefix cache has to shrink."""
         if self.tickets or self.memory.must_shrink_prefixes:
             self._wake()
 
@@ -259,7 +252,6 @@ class GenerationBatcher:
             event.set()
 
     async def _prefill(self) -> None:
-        """Let sequences join and prefill a chunk, turn by turn, forever."""
         scheduler = self._scheduler
         while True:
             try:
@@ -277,7 +269,6 @@ class GenerationBatcher:
                 scheduler.make_room()
 
     async def _decode(self) -> None:
-        """Decode, turn by turn, forever."""
         while True:
             await self._wake_events["decode"].wait()
             self._wake_events["decode"].clear()
@@ -289,7 +280,7 @@ class GenerationBatcher:
                 self._decode_waits_since = None
 
     def _prefill_goes_first(self) -> bool:
-        """Return True if decoding should wait for prefill, and record since when it has waited."""
+        """Return True if decoding should wait for prefill."""
         scheduler, now = self._scheduler, clock.now()
         if scheduler.must_move or not self._state.reading:
             return False
@@ -300,7 +291,6 @@ class GenerationBatcher:
         return prefill_goes_first(soon, scheduler.decoding, waited_s, bound_s)
 
     async def _turn(self, kind: str) -> bool:
-        """Take a turn of the lane. Return False if the lane is closed."""
         scheduler = self._scheduler
         try:
             async with self._lane.turn(kind, self._name) as turn:
@@ -319,11 +309,11 @@ class GenerationBatcher:
             await asyncio.sleep(RETRY_PAUSE_S)
         self.note_batching()
         scheduler.hold()
-        self._wake()  # the other worker may have work now
+        self._wake()
         return True
 
     def _run(self, plan: StepPlan, turn: Turn, loop: asyncio.AbstractEventLoop) -> None:
-        """Run the passes of a turn, the first with the plan's changes. Must run on the lane."""
+        """Run the passes of a turn, on the lane."""
         result, decoded = self._state, 0
         while True:
             started = clock.now()
@@ -361,7 +351,7 @@ class GenerationBatcher:
             turn.leave_under_way(self.engine.synchronize)
 
     def _heed(self, faults: Sequence[PassFault]) -> None:
-        """Free memory if it ran out. Raises DeviceLost if the device is lost."""
+        """Free memory if it ran out. Raises DeviceLost."""
         health = self._lane.health
         for fault in faults:
             if fault.is_pressure:
@@ -417,7 +407,7 @@ class GenerationBatcher:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator["GenerationBatcher"]:
-        """Run the workers while entered. At exit the remaining sequences fail with Unavailable."""
+        """Run the workers while entered; remaining sequences then fail with Unavailable."""
 
         def end(error: Exception) -> None:
             self.end(self._lane.health.as_error(self._name, error))

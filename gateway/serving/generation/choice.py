@@ -26,12 +26,12 @@ class Choice:
     inbox: asyncio.Queue[Delta | GatewayError]  # shared by all choices of the job
     rank: float = 0.0
     timings: Timings | None = None  # only the job's first choice has them
-    request: str = ""  # the request's number
+    request: str = ""
     id: int = 0  # the engine's id of the sequence; 0 until the choice joins
     is_over: bool = False
     is_queued: bool = False
     is_held: bool = False  # in the batch, and parked or about to be parked after prefill
-    tokens: int = 0  # length of the answer so far
+    tokens: int = 0
     length: int = 0  # tokens, of prompt and answer, for which memory is reserved
     preemptions: int = 0
     rotated_at: int = 0  # value of `tokens` when the choice last began or resumed decoding
@@ -50,7 +50,6 @@ class Choice:
 
     @property
     def counts_prompt(self) -> bool:
-        """Return True if the choice's prompt counts towards the usage."""
         # Choices of a job, and the steps that score a question's labels, share one prompt.
         step = self.params.step
         return self.index == 0 if step is None else step.is_first
@@ -66,7 +65,6 @@ class Choice:
 
     @property
     def max_length(self) -> int:
-        """Return the most tokens of prompt and answer."""
         return len(self.params.prompt) + self.params.max_tokens
 
     @property
@@ -95,7 +93,6 @@ class Choice:
         return self.params.grammar is not None
 
     def preempt(self) -> None:
-        """Record that the choice's KV is freed."""
         self.preemptions += 1
         self.is_held = False
         self.stuck_since = None
@@ -108,7 +105,6 @@ class Choice:
         return self.rank, self.index
 
     def join(self, sequence_id: int, turn: Turn) -> None:
-        """Record that the choice joins the batch in this turn."""
         self.id = sequence_id
         now = clock.now()
         lane_s = max(0.0, min(turn.waited_s, turn.gained - self.since))
@@ -166,9 +162,9 @@ class DeltaReader:
     engine: GenerationEngine
     pool: ThreadPools
     job: GenerateJob
-    sequences: Sequence[SequenceParams]  # one for each choice
+    sequences: Sequence[SequenceParams]
     inbox: asyncio.Queue[Delta | GatewayError]
-    warn_once: Callable[..., None]  # logs an event with its details
+    warn_once: Callable[..., None]
     _held: dict[int, list[Delta]] = field(default_factory=lambda: defaultdict(list))
 
     def end_at_deadline(self) -> asyncio.TimerHandle:
@@ -189,10 +185,8 @@ class DeltaReader:
             return await self._read_whole(delta)
 
     async def _read_whole(self, delta: Delta) -> Sequence[Delta]:
-        """Return a delta without text, or the parsed parts of an answer that has ended.
-
-        Parsing runs in another process, since the checkpoint's patterns may be slow or hang.
-        """
+        """Return a delta without text, or the parsed parts of an answer that has ended."""
+        # Parsing runs in another process, since the checkpoint's patterns may be slow or hang.
         held, end = self._held[delta.index], delta.finish_reason
         held.append(delta)
         if end is None:
@@ -230,6 +224,5 @@ def lay_out(
 
 
 def batch_shape(choices: Iterable[Choice]) -> tuple[int, int]:
-    """Return the bit lengths of the number of sequences and of the longest one's tokens."""
     lengths = [choice.used for choice in choices]
     return len(lengths).bit_length(), max(lengths, default=0).bit_length()

@@ -1,7 +1,7 @@
 """Measures whether speculative decoding is faster than decoding without drafts.
 
 A drafter's gain is the time that its accepted tokens would have taken without drafts, divided by
-the time of all steps that made or verified its drafts. Some steps are timed without drafters.
+the time of all steps that made or verified its drafts.
 """
 
 from collections import deque
@@ -21,17 +21,15 @@ LONGEST_PAUSE: Final = 1 << 15
 
 @dataclass(slots=True)
 class _Baseline:
-    """The seconds of the latest steps without drafts, for one number of rows."""
+    """The seconds of the latest steps without drafts."""
 
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=BASELINES))
-    missing: int = BASELINES  # steps still to be timed
-    used: int = 0  # steps since the last measurement
+    missing: int = BASELINES
+    used: int = 0
 
 
 @dataclass(slots=True)
 class _Source:
-    """The measurements of one drafter."""
-
     spent_s: float = 0.0  # seconds of the steps that made or verified its drafts
     worth_s: float = 0.0  # seconds that the same tokens would have taken without drafts
     passes: int = 0
@@ -47,10 +45,9 @@ class DraftGains:
     _sources: dict[Drafter, _Source] = field(
         default_factory=lambda: {name: _Source() for name in DRAFTERS}
     )
-    _has_drafters: bool = False  # True if a drafter may draft in the current step
+    _has_drafters: bool = False
 
     def choose(self, rows: int) -> Sequence[Drafter]:
-        """Return the drafters that may draft in the next step."""
         baseline = self._baselines.setdefault(rows, _Baseline())
         baseline.used += 1
         if baseline.used > STALE:
@@ -64,7 +61,7 @@ class DraftGains:
         return allowed
 
     def note(self, result: StepResult, seconds: float) -> tuple[Drafter, float] | None:
-        """Record a step. After every WINDOW passes of a drafter, return it with its gain."""
+        """Record a step, and return a drafter with its gain after WINDOW passes."""
         size = result.size
         if not size.rows:
             return None

@@ -9,7 +9,7 @@ from functools import partial
 from gateway.jobs.chat import Delta, GenerateJob, Usage
 from gateway.serving.generation.batcher import ChatBatcher
 
-JOBS_AT_ONCE = 16  # most jobs of one request that are in the queue
+JOBS_AT_ONCE = 16
 
 
 async def generate_many(
@@ -61,7 +61,7 @@ async def generate_many(
         while running:
             output = await outputs.get()
             if isinstance(output, asyncio.Task):
-                output.result()  # raises the worker's error
+                output.result()
                 running -= 1
             else:
                 yield output
@@ -76,7 +76,7 @@ async def score_labels(
 ) -> tuple[Sequence[Sequence[float]], Usage]:
     """Return the logprobs of each question's labels, and the usage of all jobs together.
 
-    Questions are numbered across jobs. Raises the errors of `generate_many`.
+    Questions are numbered across jobs.
     """
     questions = [question for job in jobs for question in job.questions]
     counts = {question.number: len(question.labels) for question in questions}

@@ -12,7 +12,7 @@ from gateway.jobs.chat import Grammar
 
 T = TypeVar("T")
 
-ERRORS_LAST_S = 60.0  # seconds for which an error is cached
+ERRORS_LAST_S = 60.0
 WAITS = 15  # a request waits for its grammar up to this many times `timeout_s`
 WAITS_BEHIND = 5  # a grammar waits for other grammars up to this many times `timeout_s`
 AGAIN_S = 2.0
@@ -20,14 +20,12 @@ AGAIN_S = 2.0
 
 @dataclass(slots=True)
 class _Entry(Generic[T]):
-    """The task that compiles a grammar, and the time at which it failed."""
-
     task: "asyncio.Task[T]"
     failed_at: float | None = None
 
 
 class GrammarCache(Generic[T]):
-    """A cache of at most `size` compiled grammars. Callers with equal grammars share one task."""
+    """A cache of at most `size` compiled grammars, each of which is compiled once."""
 
     def __init__(
         self,
@@ -54,8 +52,8 @@ class GrammarCache(Generic[T]):
     async def get(self, grammar: Grammar) -> T:
         """Return the compiled grammar.
 
-        Raises BadRequest if it cannot be compiled in time, Overloaded if it waited too long for
-        other grammars, and Unavailable if it is still being compiled.
+        Raises BadRequest if it cannot be compiled in time, Overloaded after a long wait for others,
+        and Unavailable while it is still being compiled.
         """
         entry = self._entries.get(grammar)
         if entry is not None and self._is_stale(entry):

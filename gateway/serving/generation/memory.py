@@ -13,23 +13,23 @@ from gateway.errors import PromptTooLarge
 from gateway.jobs.steps import KvCost, SequenceParams
 from gateway.serving.budget import Budget, PrefixShare
 
-KV_STEP = 256  # tokens by which KV caches grow
+KV_STEP = 256
 SPARE_ROWS = 8  # the KV of a batch has one spare row per this many rows
 GROWTH = 256  # tokens by which a sequence's reservation grows while memory is free
 MARGIN = 32  # tokens, more than a turn can decode
 PREFIX_ROW = 32 * 1024  # tokens of a sequence for which prefix caches leave memory
-LONGEST = 1 << 24  # tokens, more than any model's context
+LONGEST = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
 class RowCosts:
-    """The facts from which a sequence's bytes are computed, and the bounds of the memory."""
+    """The sizes from which a sequence's bytes are computed, and their bounds."""
 
     kv: KvCost = field(default_factory=KvCost)
     included: int = 0  # bytes of KV that the weights' share includes
     # Returns the bytes that are available if all other evictable models are evicted.
     most: Callable[[], int] = lambda: 0
-    largest: int | None = None  # most bytes of one buffer on the device
+    largest: int | None = None  # bytes of the largest buffer on the device
     answer_tokens: int = 256  # tokens of an answer that a joining sequence reserves
     chunk_tokens: int = 0  # most tokens of a prefill chunk
     max_context: int = LONGEST
@@ -40,11 +40,10 @@ class RowCosts:
 class Layout:
     """The lengths, in tokens, of the sequences that share one KV cache, and of all others."""
 
-    # Sequences that decode, or will after prefill. Each takes as much of the shared KV cache as the
-    # longest one.
+    # Each sequence that shares the KV cache takes as much of it as the longest one.
     batched: Sequence[int] = ()
     single: Sequence[int] = ()  # parked sequences, and those whose answer is one token
-    image_tokens: int = 0  # tokens of all sequences' images
+    image_tokens: int = 0
 
     def __bool__(self) -> bool:
         return bool(self.batched or self.single)
@@ -77,13 +76,12 @@ class Layout:
 
 
 def longest_chunk(chunk_tokens: int) -> int:
-    """Return the most tokens of a prefill chunk."""
     # The rest of a prompt is added to the last chunk if it is at most a quarter of a chunk.
     return chunk_tokens + chunk_tokens // 4
 
 
 class RowMemory:
-    """The share of the budget for the KV of one model's sequences."""
+    """The memory for the KV of one model's sequences."""
 
     def __init__(
         self, budget: Budget, costs: RowCosts, prefixes: PrefixShare | None = None
@@ -91,7 +89,6 @@ class RowMemory:
         self._budget = budget
         self._costs = costs
         self._share = budget.share()
-        # The model's prefix pool, whose bytes are freed when sequences or models need them.
         self.prefixes = prefixes or PrefixShare(budget, budget.limit_bytes)
 
     @property
@@ -135,10 +132,7 @@ class RowMemory:
         return bisect_left(range(1, LONGEST), True, key=exceeds)
 
     def grant_length(self, used: int, max_length: int, preemptions: int) -> int:
-        """Return the number of tokens that a joining sequence reserves memory for.
-
-        It has `used` tokens now, and at most `max_length` at its end.
-        """
+        """Return the tokens to reserve for a joining sequence that has `used` tokens now."""
         # Each preemption doubles a sequence's room for the answer, so that preemptions get rare.
         usual = used + (self._costs.answer_tokens << preemptions)
         return min(max_length, max(used + 1, min(usual, self.longest)))
@@ -146,12 +140,11 @@ class RowMemory:
     def fits(self, layout: Layout, *, has_grown: bool = False) -> bool:
         """Return True if there is memory for the sequences once the model's prefix pool is freed.
 
-        `has_grown` means that the sequences are running already.
+        If `has_grown`, the sequences are running already.
         """
         available = self._budget.spare_bytes
         if has_grown:
-            # Running sequences may also take bytes that a waiting model has claimed, and the bytes
-            # of other prefix pools, which are freed in later turns.
+            # Running sequences may also take claimed bytes, and the bytes of other prefix pools.
             available = self._budget.free_bytes + self._budget.kept_besides(self.prefixes)
         has_bytes = self._missing_bytes(layout, available) <= 0
         return has_bytes and layout.has_buffers(self._costs)
@@ -163,7 +156,7 @@ class RowMemory:
     def make_room(self, layout: Layout, *, is_pressing: bool) -> None:
         """Free the bytes that this layout lacks, from other prefix pools or else from idle models.
 
-        `is_pressing` means that no sequence is running whose end would free memory.
+        If `is_pressing`, no sequence is running whose end would free memory.
         """
         # While a model waits for bytes, no other model is evicted for sequences.
         free = self._budget.free_bytes
@@ -186,7 +179,7 @@ class RowMemory:
         self._share.release()
 
     def _missing_bytes(self, layout: Layout, available: int) -> int:
-        """Return the bytes that the layout needs beyond all bytes that it may use."""
+        """Return the bytes that the layout needs beyond the reserved and available ones."""
         if not self._costs.kv:
             return 0
         needed = layout.nbytes(self._costs) - self._costs.included

@@ -10,7 +10,7 @@ from gateway.serving.generation.memory import GROWTH, MARGIN, Layout, RowMemory
 from gateway.serving.generation.queue import Joins, WaitingQueue
 from gateway.serving.generation.widths import RUN, StepTimes, Width, choose_width
 
-MAX_PREEMPTIONS = 2  # per sequence, if possible
+MAX_PREEMPTIONS = 2  # per sequence, while another sequence can be preempted instead
 QUANTUM = 64  # tokens that a sequence with a grammar decodes before another takes its place
 ANSWERS_SHARE = 0.25  # share of places that sequences which score labels may not take
 
@@ -20,9 +20,9 @@ class GenerationLimits:
     """The limits of a chat model's batch, of its prefill passes and of its queue."""
 
     max_batch_size: int
-    structured_rows: int = 1  # sequences with a grammar that decode at once
-    prefill_chunk_tokens: int  # most tokens of a prefill pass
-    pass_limit_s: float = 0.25  # most seconds of a prefill pass
+    structured_rows: int = 1
+    prefill_chunk_tokens: int
+    pass_limit_s: float = 0.25
     queue_limit: int = NO_BOUND
     queue_max_tokens: int = NO_BOUND
     tier_head_start_s: float = 5.0  # seconds by which a priority request counts as earlier
@@ -58,12 +58,10 @@ class Batch:
 
     @property
     def decoding(self) -> list[Choice]:
-        """Return the sequences that are past prefill and not held."""
         return [choice for choice in self.active if choice.id not in self.reading]
 
     @property
     def free_places(self) -> int:
-        # Held sequences with a grammar have separate places.
         taken = [
             choice for choice in self.choices if not (choice.is_held and choice.is_constrained)
         ]
@@ -71,7 +69,6 @@ class Batch:
 
     @property
     def width(self) -> Width:
-        """Return how many of the sequences past prefill should decode together."""
         return self.width_of(choice for choice in self.choices if choice.id not in self.reading)
 
     def width_of(self, choices: Iterable[Choice]) -> Width:
@@ -84,14 +81,13 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Joiner:
-    """A sequence that joins, and the tokens that it reserves memory for."""
+    """A sequence that joins, and its reserved tokens."""
 
     choice: Choice
     length: int
     is_held: bool = False
 
     def lay_out(self, choices: Sequence[Choice], others: "Sequence[Joiner]" = ()) -> Layout:
-        """Return the memory layout of `choices` with these joiners."""
         joiners = [*others, self]
         return lay_out(
             [*choices, *(joiner.choice for joiner in joiners)],
@@ -117,7 +113,7 @@ class Joining:
         self._free_constrained = (
             limits.structured_rows - len(batch.constrained) - held
         )  # at most zero if sequences with a grammar are held
-        self._room = limits.max_batch_size * 2  # active and held sequences
+        self._room = limits.max_batch_size * 2
         if batch.bearable is not None:
             self._room = batch.bearable - len(batch.choices)
         has_places = max(self._places, self._held_places) > 0
@@ -161,10 +157,7 @@ class Joining:
             self._free_constrained -= joiner.choice.is_constrained
 
     def _can_finish(self, choice: Choice) -> bool:
-        """Return True if the sequence may be preempted again or has memory to run to its end.
-
-        The memory must suffice for all sequences that may not be preempted again.
-        """
+        """Return True if the sequence may be preempted again or has memory to run to its end."""
         if choice.preemptions < MAX_PREEMPTIONS:
             return True
         choices = [*self._batch.choices, *(joiner.choice for joiner in self.joiners)]
@@ -228,17 +221,14 @@ def choose_rotation(batch: Batch) -> Rotation:
 class Growth:
     """The planned growth of running sequences, and the sequences preempted for it."""
 
-    lengths: dict[Choice, int] = field(default_factory=dict)  # tokens to reserve memory for
+    lengths: dict[Choice, int] = field(default_factory=dict)
     preempting: list[Choice] = field(default_factory=list)
     capped: Choice | None = None  # a sequence that cannot grow even alone, so it ends early
-    room: Layout | None = None  # the layout to make room for
+    room: Layout | None = None
 
 
 def plan_growth(batch: Batch) -> Growth:
-    """Plan to reserve memory for sequences that will soon need more, the oldest first.
-
-    If memory is missing, the youngest sequences are preempted.
-    """
+    """Plan memory for the oldest sequences that need more, and preempt the youngest for it."""
     growth, choices, memory = Growth(), list(batch.choices), batch.memory
 
     def fits(layout: Layout) -> bool:

@@ -28,7 +28,7 @@ class JobQueue:
     def __init__(self, model: str, *, max_tokens: int, max_choices: int) -> None:
         self._tokens = Admission(model, Noun.TOKENS, max_tokens)
         self._choices = Admission(model, Noun.CHOICES, max_choices)
-        self._jobs: Counter[int] = Counter()  # by request
+        self._jobs: Counter[int] = Counter()
         self._changed = asyncio.Event()
 
     def adopt(self, *, max_tokens: int, max_choices: int) -> None:
@@ -81,7 +81,6 @@ class JobQueue:
                 self._notify()
 
     def _notify(self) -> None:
-        # All waiting jobs wake and try again.
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -99,7 +98,7 @@ class WaitingQueue:
 
     def __init__(self) -> None:
         self._preempted: list[Choice] = []
-        self._requests: dict[str, dict[Choice, None]] = {}  # in order of arrival
+        self._requests: dict[str, dict[Choice, None]] = {}
 
     def __len__(self) -> int:
         return len(self._preempted) + sum(map(len, self._requests.values()))
@@ -130,8 +129,7 @@ class WaitingQueue:
     def offer(self, running: Mapping[str, int], decide: Callable[[Choice], Joins]) -> None:
         """Call `decide` for the waiting sequences in order, until it returns NONE.
 
-        The caller must then remove the sequences that join. `running` has each request's number of
-        sequences in the batch.
+        The caller must then remove the sequences that join. `running` counts sequences by request.
         """
         for choice in self._preempted:
             if decide(choice) is Joins.NONE:

@@ -35,7 +35,7 @@ POLL_S = 0.25  # seconds between checks whether a model can be evicted
 
 @dataclass
 class PlanChanges:
-    """The changes before a turn's first pass, which become fields of a StepPlan."""
+    """The changes of a StepPlan."""
 
     leaving: list[int] = field(default_factory=list)
     preempting: list[int] = field(default_factory=list)
@@ -54,21 +54,21 @@ class Scheduler:
     def __init__(self, model: str, limits: GenerationLimits, memory: RowMemory) -> None:
         self.memory = memory
         self.limits = limits
-        self.bearable: int | None = None  # most sequences in the batch since memory ran out
-        self.leaving: list[int] = []  # ids of sequences that the engine has to drop
+        self.bearable: int | None = None
+        self.leaving: list[int] = []
         self.step_s: StepTimes = ()
-        self.most_steps = STEPS_PER_TURN  # decode steps of the current turn
+        self.most_steps = STEPS_PER_TURN
         self._has_alternated = False
         self._model = model
         self._last_id = 0
         self._waiting = WaitingQueue()
         self._batch: dict[int, Choice] = {}
-        self._held: deque[Choice] = deque()  # the next to resume is first
-        self._reading: frozenset[int] = frozenset()  # ids of the sequences in prefill
+        self._held: deque[Choice] = deque()
+        self._reading: frozenset[int] = frozenset()
         self._ending: dict[int, Choice] = {}  # preempted sequences that end with their tokens
         self._blocked: Joiner | None = None  # the sequence that lacked memory at the last try
         self._stuck: Sequence[Choice] = ()  # sequences that need memory which other models hold
-        metrics.of(metrics.PREEMPTIONS, model)  # creates the series, so that rates see the first
+        metrics.of(metrics.PREEMPTIONS, model)  # the series starts at 0: rates see the first event
 
     @property
     def batch(self) -> Batch:
@@ -84,12 +84,10 @@ class Scheduler:
 
     @property
     def waiting(self) -> int:
-        """Return the number of sequences that wait to join, or to join again."""
         return len(self._waiting)
 
     @property
     def parked(self) -> int:
-        """Return the number of held sequences that are past prefill."""
         return sum(choice.id not in self._reading for choice in self._held)
 
     @property
@@ -102,7 +100,6 @@ class Scheduler:
 
     @property
     def prompts_in_prefill(self) -> list[int]:
-        """Return the lengths of the prompts in prefill, in tokens."""
         choices = self._batch.values()
         return [len(choice.params.prompt) for choice in choices if choice.id in self._reading]
 
@@ -117,7 +114,6 @@ class Scheduler:
 
     @property
     def is_short_of_memory(self) -> bool:
-        """Return True if a sequence could not join for lack of memory at the last try."""
         return self._blocked is not None
 
     @property
@@ -131,7 +127,6 @@ class Scheduler:
         return bool(self.leaving or self._ending or choose_rotation(self.batch).resuming)
 
     def get(self, sequence_id: int) -> Choice | None:
-        """Return the choice of a sequence that is in the batch or about to end."""
         return self._batch.get(sequence_id) or self._ending.get(sequence_id)
 
     def wait(self, choices: Iterable[Choice]) -> None:
@@ -151,7 +146,7 @@ class Scheduler:
         self.bearable = max(1, len(self._batch) // 2)
 
     def drop(self, choices: Sequence[Choice]) -> bool:
-        """Drop these choices. Return True if sequences have to leave the engine."""
+        """Drop these choices; return True if sequences have to leave the engine."""
         for choice in choices:
             if choice.is_over:
                 continue
@@ -180,10 +175,7 @@ class Scheduler:
         self._held.clear()
 
     def end_stuck(self, error: GatewayError) -> None:
-        """End sequences that have waited too long for memory that other models hold.
-
-        A sequence that has tokens already ends without the error.
-        """
+        """End sequences that have waited too long for memory that other models hold."""
         now = asyncio.get_running_loop().time()
         for choice in self._stuck:
             has_joined = choice.stuck_since is None
@@ -205,10 +197,7 @@ class Scheduler:
         self._waiting = WaitingQueue()
 
     def look_for_memory(self) -> float | None:
-        """Record which sequences lack memory, and return when to check again.
-
-        The time is on the loop's clock, or None if no sequence lacks memory.
-        """
+        """Record which sequences lack memory; return when, on the loop's clock, to look again."""
         self._choose_joining()
         if not self.is_short_of_memory:
             return None
@@ -216,15 +205,14 @@ class Scheduler:
         return min([soon, *map(self._gives_up_at, self._stuck)])
 
     def make_room(self) -> None:
-        """Evict idle models for the sequence that is next to join."""
         if self._blocked is not None and not self._blocked.choice.is_over:
             choices = list(self._batch.values())
             self.memory.make_room(self._blocked.lay_out(choices), is_pressing=not choices)
 
     def schedule(self, turn: Turn, *, may_join: bool) -> StepPlan:
-        """Return the plan of a turn's first pass. Call it while the lane is held.
+        """Return the plan of a turn's first pass, and record its changes as made.
 
-        The planned changes count as made, and memory is reserved for all steps of the turn.
+        Memory is reserved for all steps of the turn.
         """
         changes = PlanChanges(leaving=self.leaving)
         self.leaving = []
@@ -244,7 +232,6 @@ class Scheduler:
         )
 
     def hold(self) -> None:
-        """Reserve the memory of the sequences in the batch."""
         self.memory.hold(lay_out(self._batch.values()))
 
     def _enter(self, choice: Choice) -> None:
@@ -267,7 +254,6 @@ class Scheduler:
                 self.bearable = None
 
     def _choose_joining(self) -> Sequence[Joiner]:
-        """Choose the sequences that join, and record which lack memory."""
         now = asyncio.get_running_loop().time()
         joining = Joining(self.batch, self._waiting)
         self._blocked, self._stuck = joining.blocked, joining.stuck
@@ -366,15 +352,11 @@ class PrefillPace:
         return min(self._chunk_tokens, self._pace.tokens)
 
     def begin(self, turn: Turn, prompts: Sequence[int]) -> None:
-        """Begin a turn. `prompts` are the lengths of the prompts in prefill, in tokens."""
         self._turn, self._prompts = turn, prompts
 
     def choose(self, *, is_decoding: bool) -> int:
-        """Return the most tokens of the next pass, more if no other model has work.
-
-        While answers are decoding, a longer pass must prefill two whole prompts, since it makes
-        these answers wait.
-        """
+        """Return the most tokens of the next pass, more if no other model has work."""
+        # A longer pass makes decoding answers wait, so it must then prefill two whole prompts.
         if self._turn.seconds_alone(ALONE_WITH) < ALONE_S:
             return self.tokens
         longer = min(self._chunk_tokens, self._pace_alone.tokens)
@@ -382,6 +364,5 @@ class PrefillPace:
         return longer if is_burst or not is_decoding else self.tokens
 
     def note(self, tokens: int, seconds: float) -> None:
-        """Adjust the limits after a pass of `tokens` padded tokens."""
         for pace in (self._pace, self._pace_alone):
             pace.note(tokens, seconds)

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple, TypeAlias
 StepTimes: TypeAlias = tuple[float, ...]  # seconds of a decode step for each of the first WIDTHS
 
 WIDTHS: Final = (1, 2, 4, 8, 16)  # rows of the steps that are timed
-LEAST_GAIN: Final = 1.1  # below this gain all sequences decode together
+LEAST_GAIN: Final = 1.1
 RUN: Final = 8  # tokens that a sequence decodes before another takes its place
 
 
@@ -24,15 +24,11 @@ class Width(NamedTuple):
 
     @property
     def alternates(self) -> bool:
-        """Return True if sequences take turns."""
         return self.gain > 1
 
 
 def next_width(step_s: StepTimes, most_rows: int, limit_s: float) -> int | None:
-    """Return the next width to time; None if all are timed or a step took over `limit_s`.
-
-    Two rows are timed even if a step of one row took longer.
-    """
+    """Return the next width to time; None if all are timed or a step took over `limit_s`."""
     known = len(step_s)
     if known >= len(WIDTHS) or WIDTHS[known] > most_rows:
         return None

@@ -19,7 +19,7 @@ from gateway.serving.models.eviction import Abandoned, Room
 from gateway.serving.models.served import Served
 
 M = TypeVar("M")
-LOAD_RETRY_S = 5.0  # Retry-After while a model loads
+LOAD_RETRY_S = 5.0
 log = logs.get("cache")
 
 
@@ -37,7 +37,7 @@ class Loaded(Generic[M]):
 class Prepared(Generic[M]):
     """A model whose files are on disk."""
 
-    nbytes: int  # bytes that the model will hold
+    nbytes: int
     open: Callable[[], AbstractAsyncContextManager[Loaded[M]]]  # loads the model until exit
 
 
@@ -47,8 +47,7 @@ class Loader(Protocol[M]):
     async def prepare(self, spec: ModelSpec, base: M | None = None) -> Prepared[M]:
         """Find or download the files of a model, or of an adapter of the loaded `base`."""
 
-    def fetched_percent(self, spec: ModelSpec) -> int | None:
-        """Return the percentage of a running download, or None."""
+    def fetched_percent(self, spec: ModelSpec) -> int | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +83,7 @@ class ModelCache(Generic[M]):
         self._ttl_s = ttl_s
         self._queue_limit = queue_limit
         self._entries: list[Entry[M]] = []
-        self._admissions: dict[str, Admission] = {}  # by model id
+        self._admissions: dict[str, Admission] = {}
         self._failures = Failures()
         self._pins: dict[str, bool] = {}  # set by `pin`
         self._is_closed = False
@@ -94,8 +93,7 @@ class ModelCache(Generic[M]):
     async def lease(self, spec: ModelSpec, caller: Caller | None = None) -> AsyncIterator[M]:
         """Yield the model, loading it first if necessary, and hold a place in its queue.
 
-        Raises the error of a failed load, ModelLoading or NoRoom after `load_wait_s`, Overloaded if
-        the queue is full, and DeadlineExceeded.
+        Raises a failed load's error, ModelLoading, NoRoom, Overloaded, and DeadlineExceeded.
         """
         with self._admit(spec, caller):
             async with contextlib.AsyncExitStack() as leases:
@@ -109,13 +107,13 @@ class ModelCache(Generic[M]):
                 yield entry.model
 
     async def load(self, spec: ModelSpec) -> None:
-        """Load a model, even if its last load has just failed. Raises the errors of `lease`."""
+        """Load a model, even if its last load has just failed."""
         self._failures.forget(spec.id)
         async with self.lease(spec):
             pass
 
     async def unload(self, spec: ModelSpec) -> bool:
-        """Free a model after its last lease. Return True if it is freed within `load_wait_s`."""
+        """Free a model after its last lease. Return False if that takes over `load_wait_s`."""
         self._failures.forget(spec.id)
         leaving = [entry for entry in self._entries if entry.spec.id == spec.id]
         for entry in leaving:
@@ -129,9 +127,9 @@ class ModelCache(Generic[M]):
         return True
 
     def pin(self, spec: ModelSpec, *, is_pinned: bool) -> None:
-        """Keep a model from eviction, or allow it, until models.yaml is reloaded."""
+        """Pin or unpin a model until models.yaml is reloaded."""
         self._pins[spec.id] = is_pinned
-        self._failures.clear()  # a model may fit now
+        self._failures.clear()
         for entry in self._entries:
             self._retire_if_unused(entry)
         self._room.notify()
@@ -140,10 +138,7 @@ class ModelCache(Generic[M]):
         return self._pins.get(spec.id, spec.pinned)
 
     def reconsider(self) -> None:
-        """Apply a new catalog: free idle models that it lacks, and adopt other models' changes.
-
-        Failures of loads, and pins set by `pin`, are forgotten.
-        """
+        """Apply a new catalog, free idle models that it lacks, and forget failures and pins."""
         self.forget()
         self._failures.clear()
         self._pins.clear()
@@ -174,7 +169,6 @@ class ModelCache(Generic[M]):
         return [entry.model for entry in self._entries if entry.model is not None]
 
     def states(self) -> dict[str, str]:
-        """Return `loading`, `loaded` or `failed` for models in these states, by id."""
         failed = dict.fromkeys(self._failures.models(), "failed")
         loading = {entry.spec.id: "loading" for entry in self._staying()}
         loaded = {entry.spec.id: "loaded" for entry in self._staying() if entry.is_loaded}
@@ -208,7 +202,6 @@ class ModelCache(Generic[M]):
         return [entry for entry in self._entries if entry.state is not State.LEAVING]
 
     def _is_pinned(self, entry: Entry[M]) -> bool:
-        """Return True if an entry or one of its adapters is pinned."""
         current = self._served.catalog.current(entry.spec)
         is_pinned = current is not None and self.is_pinned(current) and entry.is_open
         return is_pinned or any(self._is_pinned(adapter) for adapter in self._adapters(entry))
@@ -226,7 +219,6 @@ class ModelCache(Generic[M]):
         return admission
 
     def _admit(self, spec: ModelSpec, caller: Caller | None) -> AbstractContextManager[None]:
-        """Hold a place in the model's queue while entered. Raises Overloaded if it is full."""
         if caller is None:
             return contextlib.nullcontext()
         caller.timings.model = spec.id
@@ -237,7 +229,6 @@ class ModelCache(Generic[M]):
     async def _use(
         self, spec: ModelSpec, base: Entry[M] | None, caller: Caller | None
     ) -> AsyncIterator[Entry[M]]:
-        """Hold a lease of one model, and yield its entry once it is loaded."""
         entry = self._entry(spec, base)
         entry.enter()
         try:
@@ -263,13 +254,12 @@ class ModelCache(Generic[M]):
             metrics.of(counter, spec.id)  # creates the series, so that rates see the first event
         entry = Entry[M](spec, base)
         if base is not None:
-            base.enter()  # the adapter's load holds a lease
+            base.enter()
         self._entries.append(entry)
         entry.task = asyncio.create_task(self._run(entry), name=f"model {spec.id}")
         return entry
 
     async def _wait(self, entry: Entry[M]) -> None:
-        """Wait for a load. Raises NoRoom or ModelLoading after `load_wait_s`."""
         try:
             async with asyncio.timeout(self._load_wait_s):
                 await entry.is_settled.wait()
@@ -282,7 +272,7 @@ class ModelCache(Generic[M]):
             ) from None
 
     def _retire_if_unused(self, entry: Entry[M]) -> None:
-        """If a model has no callers, free it if it was unloaded or replaced, or start its TTL."""
+        """Free a model without callers that was unloaded or replaced, or else start its TTL."""
         if entry.leases:
             return
         if entry.may_move_to(State.LEAVING):
@@ -309,14 +299,14 @@ class ModelCache(Generic[M]):
         try:
             prepared = await self._loader.prepare(spec, base.model if base is not None else None)
             if entry.state is State.LEAVING:
-                return  # unloaded meanwhile
+                return
             log.info("model_loading", model=spec.id)
             async with (
                 self._room.hold(entry, prepared.nbytes) as share,
                 prepared.open() as loaded,
             ):
                 share.resize(loaded.nbytes)
-                if entry.spec is not spec:  # models.yaml was reloaded meanwhile
+                if entry.spec is not spec:
                     loaded.adopt(entry.spec)
                 holding_base.close()
                 with self._serve(entry, loaded, clock.now() - started):
@@ -350,7 +340,6 @@ class ModelCache(Generic[M]):
 
     @contextlib.contextmanager
     def _serve(self, entry: Entry[M], loaded: Loaded[M], seconds: float) -> Iterator[None]:
-        """Let waiting callers in, and count the model as loaded while entered."""
         model = entry.spec.id
         entry.last_used = clock.now()
         entry.model, entry.adopt = loaded.model, loaded.adopt
@@ -371,11 +360,10 @@ class ModelCache(Generic[M]):
     def _fail(
         self, entry: Entry[M], error: GatewayError, unforeseen: Exception | None = None
     ) -> None:
-        """Fail the callers that wait for a load, and log an unforeseen error's traceback."""
         model = entry.spec.id
         metrics.of(metrics.MODEL_LOADS, model, "failed").inc()
         log.error("model_failed", model=model, error=str(error), exc_info=unforeseen)
-        if self._served.catalog.current(entry.spec):  # an older spec's error is not remembered
+        if self._served.catalog.current(entry.spec):
             self._failures.remember(model, error)
         entry.settle(error)
 

@@ -19,7 +19,7 @@ from gateway.registry import ModelSpec
 from gateway.serving.budget import Share
 
 UNAVAILABLE_S = 30.0  # seconds until a retry after a failure of the network
-BROKEN_S = 5.0  # seconds until a retry of invalid files
+BROKEN_S = 5.0
 M = TypeVar("M")
 T = TypeVar("T")
 
@@ -58,7 +58,6 @@ class Failures:
         return self._errors.get(model, (None, 0.0))[0]
 
     def models(self) -> tuple[str, ...]:
-        """Return the models whose last load failed."""
         return tuple(self._errors)
 
 
@@ -80,7 +79,6 @@ class State(Enum):
     GONE = "gone"
 
 
-# The legal changes of state.
 MOVES: Final = MappingProxyType(
     {
         State.LOADING: {State.READY, State.RETIRING, State.LEAVING, State.GONE},
@@ -97,12 +95,12 @@ class Entry(Generic[M]):
 
     def __init__(self, spec: ModelSpec, base: "Entry[M] | None" = None) -> None:
         self.spec = spec
-        # An adapter's base model is freed after the adapter, whose callers lease both.
+        # An adapter's base model is freed after the adapter.
         self.base = base
         self.state = State.LOADING
-        self.leases = 0  # callers that use the model or wait for it
+        self.leases = 0
         self.last_used = 0.0
-        self.task: asyncio.Task[None] | None = None  # fetches, loads and frees the model
+        self.task: asyncio.Task[None] | None = None
         self.leaving = asyncio.Event()
         self._ttl: asyncio.TimerHandle | None = None
 
@@ -160,7 +158,6 @@ class Entry(Generic[M]):
         self.last_used = clock.now()
 
     def settle(self, failure: GatewayError | None = None) -> None:
-        """Wake the callers that wait for the load."""
         self.failure = failure
         self.is_settled.set()
 

@@ -22,20 +22,20 @@ RECENT_S = 10.0  # seconds for which an idle model is likely to be needed again
 class Phase(Enum):
     """The state of a model in the plan of evictions."""
 
-    WAITING = auto()  # waits for room
+    WAITING = auto()
     USED = auto()  # has callers, is loading or is pinned
-    IDLE = auto()  # may be evicted
-    LEAVING = auto()  # is being freed
+    IDLE = auto()
+    LEAVING = auto()
 
 
 @dataclass(frozen=True, slots=True)
 class Resident:
-    """The facts about a model on which the plan of evictions depends."""
+    """A model in the plan of evictions."""
 
     phase: Phase
     nbytes: int  # bytes that the model holds or, while WAITING, needs
     last_used: float = 0.0
-    is_requested: bool = True  # callers wait for the model
+    is_requested: bool = True
     is_adapter: bool = False  # an adapter takes bytes, but no place
 
     @property
@@ -61,10 +61,7 @@ def make_plan(
     rows_bytes: int,
     prefix_bytes: int = 0,  # the part of `rows_bytes` in prefix pools
 ) -> EvictionPlan[K]:
-    """Plan which waiting models are admitted, in order of arrival, and which models are evicted.
-
-    For the first waiting model without room, as few idle models as possible are evicted.
-    """
+    """Plan to admit waiting models in order of arrival, and to evict few idle models."""
     admitted: list[K] = []
     abandoned: list[K] = []
     idle = _in_phase(residents, Phase.IDLE)
@@ -95,8 +92,7 @@ def make_plan(
         if not newcomer.is_requested:
             abandoned.append(key)
             continue
-        # The newcomer waits for models in use. If the ends of running sequences will make enough
-        # room, their bytes are claimed.
+        # The newcomer waits, and the bytes of running sequences are claimed if they will suffice.
         if places > 0 or nbytes > rows_bytes:
             claimed_bytes = 0
         return EvictionPlan((*admitted,), (), (*abandoned,), claimed_bytes)
@@ -110,7 +106,7 @@ def pick(idle: Mapping[K, Resident], *, places: int, nbytes: int) -> list[K]:
         if places <= 0 and nbytes <= 0:
             break
         if nbytes <= 0 and resident.is_adapter:
-            continue  # an adapter takes no place
+            continue
         chosen.append(key)
         places -= resident.places
         nbytes -= resident.nbytes
@@ -142,7 +138,7 @@ class Room(Generic[M]):
 
     @contextlib.asynccontextmanager
     async def hold(self, entry: Entry[M], nbytes: int) -> AsyncIterator[Share]:
-        """Hold a place and `nbytes` while entered. Evicts idle models if necessary.
+        """Hold a place and `nbytes` while entered, after evicting idle models if necessary.
 
         Raises Abandoned once the waiting model has no callers, and InsufficientMemory if there can
         never be room.
@@ -167,10 +163,7 @@ class Room(Generic[M]):
                 self.notify()
 
     def evict_idle(self, nbytes: int, *, is_pressing: bool) -> None:
-        """Evict the least recently used idle models until `nbytes` are free, or else none.
-
-        Models used in the last RECENT_S are evicted only if `is_pressing`.
-        """
+        """Evict the least recently used idle models until `nbytes` are free, or else none."""
         residents = self._residents()
         going = _in_phase(residents, Phase.LEAVING).values()
         missing = nbytes - self._budget.free_bytes - sum(model.nbytes for model in going)
@@ -184,7 +177,6 @@ class Room(Generic[M]):
                 _evict(entry)
 
     def pinned_bytes(self, *, without: str) -> int:
-        """Return the bytes of all pinned models except the one with this id."""
         return sum(
             entry.nbytes
             for entry in self._queue
@@ -192,11 +184,9 @@ class Room(Generic[M]):
         )
 
     def model_bytes(self) -> int:
-        """Return the bytes of all models, without their sequences and prefix caches."""
         return sum(entry.nbytes for entry in self._queue)
 
     def users(self) -> list[str]:
-        """Return the ids of the models that are in use."""
         return [entry.spec.id for entry in self._queue if entry.share is not None and entry.leases]
 
     def notify(self) -> None:
@@ -235,14 +225,13 @@ class Room(Generic[M]):
     def _phase(self, entry: Entry[M]) -> Phase:
         if entry.waits_for_room:
             return Phase.WAITING
-        if entry.is_leaving or entry.share is None:  # a model without a share was refused room
+        if entry.is_leaving or entry.share is None:
             return Phase.LEAVING
         if entry.state is not State.READY or entry.leases or self._is_pinned(entry):
             return Phase.USED
         return Phase.IDLE
 
     def _rows_bytes(self) -> int:
-        """Return the bytes of sequences and prefix caches."""
         used_bytes = self._budget.limit_bytes - self._budget.free_bytes
         return max(0, used_bytes - self.model_bytes())
 

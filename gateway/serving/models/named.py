@@ -24,7 +24,7 @@ from gateway.serving.models.pulls import ADMIN, Pull, Pulls
 from gateway.serving.models.served import Served
 
 MOST_NAMED: Final = 16
-MOST_REFUSED: Final = 256  # most repositories whose refusal is remembered
+MOST_REFUSED: Final = 256
 RETRY_S: Final = 5.0
 _PART = r"\w(?:[\w.-]{0,94}\w)?"
 _REPO = re.compile(rf"(?:hub:)?({_PART}/{_PART}(?<!\.git))", re.ASCII)
@@ -36,19 +36,16 @@ class Candidate:
 
     spec: ModelSpec
     weights: int
-    missing: int  # bytes still to be downloaded
-    whole: int  # bytes of all files
-    free: int  # free bytes on the disk
+    missing: int
+    whole: int
+    free: int
 
 
 class Offers(Protocol):
     """The interface for looking up models on a hub."""
 
     async def offer(self, repo: str, is_pull: bool) -> Candidate:
-        """Look up a repository. Raises a GatewayError for a model that may not or cannot be served.
-
-        Only an admin's pull (`is_pull`) may name a model that is not public.
-        """
+        """Look up a model, which must be public unless `is_pull`. Raises a GatewayError."""
 
 
 def repository(name: str) -> str | None:
@@ -62,7 +59,7 @@ def repository(name: str) -> str | None:
 def check_sizes(candidate: Candidate, *, pending: int, memory: int, reserve: int) -> None:
     """Raise InsufficientMemory or InsufficientDisk if a model is too large to be downloaded.
 
-    `pending` are the bytes that other downloads still need, and `reserve` must stay free on disk.
+    Other downloads need `pending` bytes, and `reserve` bytes must stay free.
     """
     model, missing, free = candidate.spec.id, candidate.missing, candidate.free
     if candidate.weights > memory:
@@ -82,12 +79,12 @@ class NamedModels:
     models: ModelCache[Any]
     hub: Offers
     pulls: Pulls
-    patterns: Sequence[str]  # models that requests may name
+    patterns: Sequence[str]
     memory_bytes: int
     reserve_bytes: int
     # Running lookups by repository, each with the id of the API key that asked for it.
     _looks: dict[str, tuple[str, asyncio.Task[ModelSpec]]] = field(default_factory=dict)
-    _refusals: Failures = field(default_factory=Failures)  # errors of lookups for requests
+    _refusals: Failures = field(default_factory=Failures)
 
     def is_new(self, name: str) -> bool:
         """Return True for a name that may be a model on the hub and is not served yet."""
@@ -95,15 +92,14 @@ class NamedModels:
         return bool(self.patterns) and repo is not None and self._known(name, repo) is None
 
     def _known(self, *names: str | None) -> str | None:
-        """Return the first of these names that is in the catalog, or None."""
         known = self.served.catalog.names()
         return next((name for name in names if name in known), None)
 
     async def admit(self, name: str, key: str) -> None:
         """Serve a model that a request names, if it matches `patterns`, and begin its download.
 
-        Raises ModelNotFound if it matches none, Overloaded while another model is looked up or
-        downloaded for this key, and the errors of `Offers.offer` and `check_sizes`.
+        Raises ModelNotFound if it matches none, Overloaded while this key waits for another model,
+        and the errors of `Offers.offer` and `check_sizes`.
         """
         repo = repository(name)
         if repo is None or not self.is_new(name):

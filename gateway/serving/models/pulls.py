@@ -12,7 +12,7 @@ from gateway.registry import ChatSpec, ModelSpec
 from gateway.serving.models.entry import shared
 
 log = logs.get("pulls")
-ADMIN = "admin"  # the key id of an admin's pulls
+ADMIN = "admin"
 NOBODY = "none"  # the key id of pulls that no key asked for
 
 
@@ -30,10 +30,9 @@ class Store(Protocol):
         """Return the path of a model's files if all are on this disk."""
 
     async def files(self, spec: ModelSpec, *, is_pull: bool = False) -> Path:
-        """Find or download a model's files. An admin's pull may ignore a setting against it."""
+        """Find or download a model's files; an admin's pull may do so despite the settings."""
 
-    def fetched(self, spec: ModelSpec) -> Fetched:
-        """Return how much of a model is on disk."""
+    def fetched(self, spec: ModelSpec) -> Fetched: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -47,10 +46,7 @@ class Pull:
     task: "asyncio.Task[Path]" = field(init=False)
 
     async def wait(self) -> Path:
-        """Wait for the download, which goes on if a caller is cancelled.
-
-        Raises ModelUnavailable, ModelLoadFailed, and ShuttingDown.
-        """
+        """Wait for the download. Raises ModelUnavailable, ModelLoadFailed, and ShuttingDown."""
         try:
             return await shared(self.task)
         except asyncio.CancelledError:
@@ -69,7 +65,6 @@ class Pulls:
 
     @property
     def under_way(self) -> Sequence[Pull]:
-        """Return the waiting and running downloads, oldest first."""
         return tuple(self._pulls.values())
 
     @property
@@ -86,10 +81,7 @@ class Pulls:
         return Fetched(min(completed, total or completed), total)
 
     def begin(self, spec: ModelSpec, key: str = NOBODY, whole: int = 0) -> Pull:
-        """Return a model's download, which begins unless it is under way.
-
-        The bytes are counted for `key`. `whole` is the size of the files, if known.
-        """
+        """Return a model's download, begun for `key` unless it is under way already."""
         name = (spec.id, spec.source)
         pull = self._pulls.get(name)
         if pull is None:
@@ -99,7 +91,6 @@ class Pulls:
         return pull
 
     def percent(self, spec: ModelSpec) -> int | None:
-        """Return the percentage of a running download, or None."""
         pull = self._pulls.get((spec.id, spec.source))
         completed, total = self.fetched(pull) if pull is not None else Fetched(0)
         if not total:
@@ -144,7 +135,6 @@ class Pulls:
 
 
 def _parts(spec: ModelSpec) -> Sequence[ModelSpec]:
-    """Return the model's spec, after its base's if it is an adapter."""
     if isinstance(spec, ChatSpec) and spec.base_spec is not None:
         return (spec.base_spec, spec)
     return (spec,)

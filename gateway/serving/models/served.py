@@ -18,10 +18,9 @@ class Served:
 
     def __init__(self, file: Catalog) -> None:
         self.catalog = self._file = file
-        self.named: dict[str, ModelSpec] = {}  # by id; call `publish` after changes
+        self.named: dict[str, ModelSpec] = {}
 
     def replace(self, file: Catalog) -> Changes:
-        """Serve the models of a reloaded models.yaml, and return the changes."""
         before, self._file = self.catalog, file
         self.publish()
         return self.catalog.changes_since(before)
@@ -49,10 +48,7 @@ class KnownInputs:
         return self._known.get(spec.id)
 
     async def look(self) -> None:
-        """Read the files of all models again, and wait up to LOOK_S.
-
-        Only one read runs at a time, so a disk that hangs blocks only one thread.
-        """
+        """Read all models' files, one read at a time, since a disk that hangs blocks a thread."""
         if self._next is None:  # a running read may miss newer files
             self._next = asyncio.ensure_future(self._look())
         with contextlib.suppress(TimeoutError):

@@ -24,7 +24,7 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class LoadCall:
-    """Load this rank's share of a model. The reply is the reason of a failure, or empty."""
+    """Load this rank's share of a model; the reply is empty or the reason of a failure."""
 
     model: str
     setup: Setup
@@ -41,7 +41,7 @@ class DropCall:
 
 @dataclass(frozen=True, slots=True)
 class StepCall:
-    """Run a step of the engine. The reply is the digest of its result."""
+    """Run a step of the engine; the reply is a digest of the result."""
 
     model: str
     plan: StepPlan
@@ -77,7 +77,7 @@ class VerdictCall:
 
 @dataclass(frozen=True, slots=True)
 class DropAdapterCall:
-    """Free the adapter with this number."""
+    """Free an adapter."""
 
     model: str
     number: int
@@ -104,7 +104,7 @@ def encode(call: Call) -> bytes:
 
 
 def decode(data: bytes) -> Call:
-    """Return the call in these bytes. Raises ValueError if there is none."""
+    """Return the call in these bytes. Raises ValueError."""
     try:
         return _CALLS.validate_json(data)
     except ValidationError as error:
@@ -112,8 +112,7 @@ def decode(data: bytes) -> Call:
 
 
 def digest(result: StepResult) -> str:
-    """Return a digest of a step's result, which is equal on ranks that agree."""
-    # Tool calls' ids are random, and ranks may round logprobs differently, so both are left out.
+    # Ids of tool calls are random, and ranks may round logprobs differently: neither counts.
     said = [
         (delta.id, delta.tokens, delta.finish_reason, delta.text, delta.reasoning, delta.error)
         for delta in result.deltas

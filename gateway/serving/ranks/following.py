@@ -27,24 +27,23 @@ from gateway.serving.ranks.calls import (
 log = logs.get("ranks")
 
 IDLE_S: Final = 10.0  # seconds without a call after which `tidy` is called
-GRAMMARS: Final = 64  # most compiled grammars in the cache
+GRAMMARS: Final = 64
 
 
 class Link(Protocol):
     """The connection to rank 0."""
 
     def next_frame(self, wait_s: float) -> bytes | None:
-        """Return the next frame, or None after `wait_s`. An empty frame ends the group."""
+        """Return the next frame, or None after `wait_s`; an empty frame ends the group."""
 
-    def reply(self, outcome: str) -> None:
-        """Send the outcome of the last frame to rank 0."""
+    def reply(self, outcome: str) -> None: ...
 
 
 LoadModel = Callable[[str, Setup], GenerationEngine]
 
 
 def follow(link: Link, load: LoadModel, tidy: Callable[[], None]) -> None:
-    """Make the calls that arrive, until rank 0 ends the group. Must run on the MLX thread."""
+    """Make rank 0's calls on the MLX thread, until rank 0 ends the group."""
     models: dict[str, FollowingEngine] = {}
     while True:
         frame = link.next_frame(IDLE_S)
@@ -64,7 +63,6 @@ def follow(link: Link, load: LoadModel, tidy: Callable[[], None]) -> None:
 
 
 def _load(call: LoadCall, load: LoadModel, models: "dict[str, FollowingEngine]") -> str:
-    """Load a model. Return the reason of a failure, or an empty text."""
     try:
         models[call.model] = FollowingEngine(load(call.model, call.setup))
     except GatewayError as error:
@@ -86,7 +84,7 @@ class FollowingEngine:
         self._grammars: OrderedDict[Grammar, Compiled] = OrderedDict()
 
     def make(self, call: EngineCall) -> str:
-        """Make a call. Return a digest, an empty text, or the name of an error."""
+        """Make a call, and return the reply."""
         try:
             return self._make(call) or ""
         except Exception as error:
@@ -124,7 +122,6 @@ class FollowingEngine:
         return digest(result)
 
     def _with_grammar(self, params: SequenceParams) -> SequenceParams:
-        """Return the params with the compiled grammar."""
         grammar = params.grammar
         if grammar is None:
             return params

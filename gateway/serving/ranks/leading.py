@@ -40,7 +40,7 @@ def lead_in_steps(
 ) -> Generator[GenerationEngine | None]:
     """Load a model on every rank, in steps. The last step yields rank 0's engine.
 
-    Must run on the lane. Raises ModelLoadFailed, which names the rank that failed.
+    Must run on the lane. Raises ModelLoadFailed if a rank fails.
     """
     sent = leader.send(encode(LoadCall(model, setup)))
     engine: GenerationEngine | None = None
@@ -87,7 +87,6 @@ class LeadingEngine:
         self.routing_keys = engine.routing_keys
 
     def step(self, plan: StepPlan) -> StepResult:
-        # `_make` also fails if a rank was lost, since then this rank's result may be wrong.
         joining = [(number, _with_seed(params)) for number, params in plan.joining]
         plan = replace(plan, joining=joining)
         sent = [(number, _to_send(params)) for number, params in joining]
@@ -128,7 +127,7 @@ class LeadingEngine:
             self._engine.close()
 
     def _make(self, call: EngineCall, act: Callable[[], T]) -> T:
-        """Make a call on every rank. Raises Unavailable unless all ranks have the same outcome."""
+        """Make a call on every rank. Raises Unavailable if outcomes differ."""
         sent = self._leader.send(encode(call))
         try:
             result = act()

@@ -28,13 +28,12 @@ Link: TypeAlias = "Connection[Any, Any]"
 JOIN_S: Final = 60.0  # seconds in which all ranks have to connect
 END_S: Final = 5.0  # seconds in which the other ranks should close their connections
 KEEP_ALIVE_S: Final = 11  # seconds: 5 of silence, then three probes every 2 seconds
-LONGEST: Final = 1 << 30  # most bytes of a frame
-MOST_UNKNOWN: Final = 64  # most connections that have not named their rank
-STATUS_OF_A_LOSS: Final = 70  # EX_SOFTWARE of sysexits.h
+LONGEST: Final = 1 << 30
+MOST_UNKNOWN: Final = 64
+STATUS_OF_A_LOSS: Final = 70
 _WORD_BYTES: Final = 64 << 10
 _OUTCOME_CHARS: Final = 2000
 _STOP: Final = {"stop": True}
-# Errors of a connection that closes, or of an invalid reply.
 _ENDS: Final = (EOFError, OSError, ValueError, LookupError)
 
 
@@ -72,8 +71,7 @@ class Leader:
         # Sent frames by number; the references are weak, so replies that nobody waits for are lost.
         self._sent: WeakValueDictionary[int, Sent] = WeakValueDictionary()
         self._is_over = False
-        self.lost: str | None = None  # describes the loss of a rank
-        # Called when another rank gets a signal to stop.
+        self.lost: str | None = None
         self.on_stop: Callable[[], object] = lambda: None
         self._threads = [
             threading.Thread(target=self._listen, args=(rank,), name=f"rank {rank}", daemon=True)
@@ -95,10 +93,7 @@ class Leader:
         return sent
 
     def replies(self, sent: Sent, wait_s: float | None = None) -> Mapping[int, str] | None:
-        """Return each rank's reply to a frame, or None if some are missing after `wait_s`.
-
-        Raises Unavailable if a rank is gone.
-        """
+        """Return the replies, or None if some are missing after `wait_s`. Raises Unavailable."""
         until = None if wait_s is None else clock.now() + wait_s
         while len(sent.replies) < len(self._links):
             self._check()
@@ -113,18 +108,14 @@ class Leader:
         return sent.replies
 
     def agree(self, sent: Sent, outcome: str) -> None:
-        """Wait until every rank has replied to a frame with this outcome.
-
-        Raises Unavailable if a rank is gone, or has another outcome, since results that were
-        computed together with that rank may be wrong.
-        """
+        """Wait until every rank has replied with this outcome. Raises Unavailable."""
+        # Results that were computed with a rank that diverged must not be used.
         for rank, reply in (self.replies(sent) or {}).items():
             if reply != outcome:
                 self._lose(f"rank {rank} got a different result")
         self._check()
 
     def close(self) -> None:
-        """End the group, and wait up to END_S until every rank has disconnected."""
         self._is_over = True
         for link in self._links.values():
             with contextlib.suppress(OSError):
@@ -152,14 +143,13 @@ class Leader:
         is_news = self.lost is None and not self._is_over
         if is_news:
             self.lost = what
-        self._words.put((0, 0, ""))  # wakes the lane's thread
+        self._words.put((0, 0, ""))
         if is_news:
             log.critical("rank_lost", lost=what, hint="see that rank's log; the group ends")
 
 
 @contextlib.contextmanager
 def inviting(host: str) -> Iterator[tuple[Invitation, socket.socket]]:
-    """Listen on a free port of the host, and yield the invitation for the other ranks."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, 0), family=family) as listener:
         port = listener.getsockname()[1]
@@ -167,10 +157,7 @@ def inviting(host: str) -> Iterator[tuple[Invitation, socket.socket]]:
 
 
 def accept(listener: socket.socket, invitation: Invitation, ranks: Sequence[int]) -> Leader:
-    """Wait until these ranks have connected, and refuse other connections.
-
-    Raises TimeoutError after JOIN_S.
-    """
+    """Wait until these ranks have connected. Raises TimeoutError after JOIN_S."""
     links: dict[int, socket.socket] = {}
     # Connections that have not named their rank, oldest first, with the bytes received so far.
     unknown: dict[socket.socket, bytearray] = {}
@@ -202,8 +189,7 @@ def accept(listener: socket.socket, invitation: Invitation, ranks: Sequence[int]
 
 
 def _welcome(listener: socket.socket, unknown: dict[socket.socket, bytearray]) -> None:
-    """Accept a connection. If there are over MOST_UNKNOWN, refuse the oldest."""
-    with contextlib.suppress(OSError):  # the client left before it was accepted
+    with contextlib.suppress(OSError):
         link, _ = listener.accept()
         link.setblocking(False)
         unknown[link] = bytearray()
@@ -223,9 +209,9 @@ def _readable(links: Sequence[socket.socket], wait_s: float) -> list[socket.sock
 def _hear(link: socket.socket, said: bytearray) -> bytes | None:
     """Read more of a connection's first frame, and return the frame once it is complete.
 
-    `said` has the bytes so far. Returns None before, and empty bytes if the frame is invalid.
+    Returns None before, and empty bytes if the frame is invalid.
     """
-    length = int.from_bytes(said[:4], "big")  # a Connection sends a frame's length first
+    length = int.from_bytes(said[:4], "big")
     size = 4
     if len(said) >= size:
         size += length
@@ -286,7 +272,6 @@ class Follower:
         return cls(link, exit_process)
 
     def next_frame(self, wait_s: float) -> bytes | None:
-        """Return the next frame, or None after `wait_s`."""
         try:
             frame = self._frames.get(timeout=wait_s)
         except queue.Empty:
