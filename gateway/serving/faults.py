@@ -14,7 +14,9 @@ log = logs.get("device")
 
 UNKNOWN_FAULTS: Final = 2  # faults of unknown cause after which the device is probed
 PROBES: Final = 2  # consecutive failed probes after which the device counts as lost
-RESTART_PAUSE_S: Final = 0.1  # a task that always fails must not take all of the loop's time
+RESTART_PAUSE_S: Final = (
+    0.1  # seconds, since a task that always fails must not take all of the loop's time
+)
 PROBE_PAUSE_S: Final = 1.0  # seconds between probes, since a GPU fails all work while it restarts
 
 
@@ -60,7 +62,10 @@ class DeviceHealth:
         return DeviceLost()
 
     def note(self, fault: Fault, message: str, probe: Callable[[], None]) -> None:
-        """Record a fault of a pass, and probe after UNKNOWN_FAULTS of them. Raises DeviceLost."""
+        """Record a fault, and probe the device after UNKNOWN_FAULTS unknown ones.
+
+        Raises DeviceLost if the device is lost.
+        """
         if fault is Fault.FATAL:
             self._lose(message)
         if fault is Fault.UNKNOWN:

@@ -31,9 +31,9 @@ from gateway.serving.faults import DeviceHealth
 class FairQueue:
     """Start-time fair queuing over kinds of work (Goyal, Vin and Cheng, 1996).
 
-    A turn advances its kind's clock by the turn's seconds divided by the kind's weight. The kind
-    whose clock is furthest behind is next. A kind that was idle starts at the current turn's clock.
-    `most_s` bounds the seconds that count for a turn of some kinds.
+    Each kind has a clock, which a turn advances by its seconds divided by the kind's weight. The
+    kind whose clock is furthest behind is next. A kind that was idle starts at the clock of the
+    current turn's kind. `most_s` bounds the seconds that count for a turn of some kinds.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class Lane:
 
     @contextlib.asynccontextmanager
     async def turn(self, kind: str, owner: str = "") -> AsyncIterator["Turn"]:
-        """Wait for the lane, then hold it while entered, as `owner`, a model or task."""
+        """Wait for the lane, then hold it while entered; `owner` is a model or task."""
         self._check()
         requested = clock.now()
         await self._acquire(kind, owner)
@@ -328,7 +328,7 @@ class Turn:
         self._usual_s = self._lane._usual_s.get(shape)
 
     def beat(self) -> None:
-        """Make a new heartbeat between the steps of a call. Must run on the lane's thread."""
+        """Replace the Beat between the steps of a call. Must run on the lane's thread."""
         self._lane.beat = self._beat()
 
     def leave_under_way(self, wait: Callable[[], None]) -> None:

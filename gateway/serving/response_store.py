@@ -109,7 +109,7 @@ class _Owned:
 
 
 class ResponseStore:
-    """At most `max_responses` responses and `max_bytes` of each owner, for `ttl_s` seconds.
+    """A store of at most `max_responses` and `max_bytes` for each owner, for `ttl_s` seconds.
 
     Safe on any thread.
     """

@@ -26,7 +26,7 @@ Outcome: TypeAlias = tuple[str, Any]
 End: TypeAlias = Literal["late", "died"]
 
 READY: Final = 2  # processes kept ready, since the imports of one take one to two seconds
-WAITS: Final = 6  # work may wait this many times its processor time, since the machine may be busy
+WAITS: Final = 6  # work may take this many times its processor time, since the machine may be busy
 WAIT_S: Final = 30.0
 START_S: Final = 60.0
 POLL_S: Final = 0.1  # seconds between checks of memory, if the system does not limit it
@@ -34,9 +34,9 @@ MOST_KEPT: Final = 1024
 LATE_LASTS_S: Final = 600.0  # `late` is forgotten after this, since the machine may have been slow
 GRACE_S: Final = 1.0
 CROSS_S: Final = 10.0
-MOST_BYTES: Final = 1 << 16  # most bytes of an answer, without the text that its request allows
+MOST_BYTES: Final = 1 << 16  # most bytes of an answer, besides the text that its request allows
 CHAR_BYTES: Final = 12  # most bytes of a character, since JSON writes some as two escapes
-# The environment variables that a process is given, without keys.
+# The environment variables that a process is given, which include no keys.
 PASSED: Final = re.compile(
     "PATH|HOME|TMPDIR|LANG|LC_.*|PYTHONPATH|VIRTUAL_ENV|LD_LIBRARY_PATH|DYLD_.*|SYSTEMROOT"
 )
@@ -74,7 +74,7 @@ class Sandbox:
         self._killed: OrderedDict[bytes, tuple[End, str, float]] = OrderedDict()
 
     def __call__(self, request: Mapping[str, Any], key: bytes) -> Outcome:
-        """Run a request and return the outcome, or the remembered outcome of its key.
+        """Run a request and return the outcome, or the remembered `late` or `died` of its key.
 
         `busy`: other calls took all the time. `late`: the request took over `timeout_s` of
         processor time. `died`: its process died. `slow`: it waited for a processor for too long.

@@ -114,7 +114,7 @@ class Watch:
         checked = clock.now()
         while not self._is_over.wait(self._between_s):
             now = clock.now()
-            # A late check counts as two intervals, since the machine may have slept.
+            # A late check counts as at most two intervals, since the machine may have slept.
             self._check(min(now - checked, 2 * self._between_s))
             checked = now
 
@@ -143,8 +143,7 @@ class Watch:
             self._exit(self._exit_process)
 
     def _has_loop_stalled(self, seconds: float) -> bool:
-        # Up to CPython 3.13, `Thread.start` on the loop never returns if memory runs out while the
-        # thread begins.
+        # `Thread.start` may hang the loop: up to CPython 3.13 it never returns if memory runs out.
         if self._loop_has_turned.is_set():
             self._loop_stuck_s = 0.0
             self._loop_has_turned.clear()

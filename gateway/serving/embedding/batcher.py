@@ -193,7 +193,10 @@ class EmbeddingBatcher(RowBatcher[TokenIds]):
 
 
 def add_prompts(engine: EmbeddingEngine, model: str, job: EmbedJob) -> list[str]:
-    """Return the job's texts after its prompt. Raises BadRequest for an unknown prompt."""
+    """Return the job's texts, each after the job's prompt or the model's default prompt.
+
+    Raises BadRequest for a prompt that the model does not have.
+    """
     name = job.prompt_name or engine.default_prompt_name
     if not job.texts or name is None:
         return list(job.texts)
@@ -210,7 +213,7 @@ DOCUMENT_PROMPTS: Final = ("document", "passage")  # the names in Qwen3's and e5
 
 
 def find_prompt(engine: EmbeddingEngine, names: Sequence[str], default: str | None) -> str:
-    """Return the first prompt that the model has of `names`, `default` and the model's default."""
+    """Return the first known prompt of `names`, `default` and the model's default, or no text."""
     for name in (*names, default, engine.default_prompt_name):
         if name is not None and name in engine.prompts:
             return engine.prompts[name]
@@ -218,7 +221,7 @@ def find_prompt(engine: EmbeddingEngine, names: Sequence[str], default: str | No
 
 
 def cosines(queries: Vectors, documents: Vectors) -> npt.NDArray[np.float64]:
-    """Return each document's cosine, (documents,), with its query, or with the only query."""
+    """Return the cosine of each document with its query, or with the only query, (documents,)."""
     ones, document_rows = queries.astype(np.float64), documents.astype(np.float64)
     lengths = np.linalg.norm(ones, axis=1) * np.linalg.norm(document_rows, axis=1)
     cosines: npt.NDArray[np.float64] = (ones * document_rows).sum(axis=1) / np.where(
@@ -228,7 +231,7 @@ def cosines(queries: Vectors, documents: Vectors) -> npt.NDArray[np.float64]:
 
 
 def check_ids(engine: EmbeddingEngine, model: str, rows: Sequence[TokenIds]) -> None:
-    """Raise BadRequest for ids outside the vocabulary, which MLX would read past the table."""
+    """Raise BadRequest for ids outside the vocabulary: MLX would read past the embedding table."""
     size = engine.vocab_size
     for row in rows:
         if not all(0 <= token < size for token in row):
@@ -242,7 +245,7 @@ def fit_to_context(
 ) -> tuple[list[TokenIds], set[int]]:
     """Return the rows, and the indices of the rows that had to be truncated.
 
-    Raises ContextLengthExceeded for a row that is too long unless `truncate`.
+    Without `truncate`, raises ContextLengthExceeded for a row that is too long.
     """
     limit = engine.max_tokens
     over = [index for index, row in enumerate(rows) if len(row) > limit]

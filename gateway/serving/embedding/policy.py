@@ -55,7 +55,7 @@ def take_batch(lengths: Sequence[Sequence[int]], max_rows: int, max_tokens: int)
 
 
 def window(load: int, limits: EmbeddingLimits) -> float:
-    """Return the seconds of the window when `load` requests are waiting or arriving."""
+    """Return the seconds to wait for more inputs while `load` requests are waiting or arriving."""
     if limits.windows is None:
         return limits.batch_window_s
     if 4 * load < limits.max_batch_size:
@@ -75,9 +75,9 @@ def patience(
 ) -> float:
     """Return how many more seconds the `rows` waiting inputs should wait for other inputs.
 
-    The oldest input has waited for `age_s`, and the newest request has been arriving for
-    `newest_age_s`. A batch of the minimum size waits at most a window for an arriving request,
-    since its client may be slow.
+    The oldest input has waited for `age_s`, and the newest arriving request is `newest_age_s` old.
+    A batch of the minimum size waits at most a window for that request, since its client may be
+    slow.
     """
     if rows >= limits.max_batch_size or limits.max_batch_size == 1:
         return 0.0

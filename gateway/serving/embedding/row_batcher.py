@@ -270,7 +270,7 @@ class RowBatcher(Generic[R]):
             _refuse([row], self._as_error(error))
 
     async def _note(self, turn: Turn, error: Exception) -> Fault:
-        """Record the error of a pass. Raises DeviceLost."""
+        """Record the error of a pass, and return its fault. Raises DeviceLost."""
         health = self._lane.health
         fault = health.classify(error)
         await turn(health.note, fault, str(error), self._probe)

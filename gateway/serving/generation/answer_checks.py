@@ -16,7 +16,7 @@ log = logs.get("generation")
 
 
 class Fit(Enum):
-    """Whether a finished choice fits its schemas; BROKEN violates a schema that is strict."""
+    """Whether a finished choice fits its schemas; BROKEN violates one that it must fit."""
 
     VALID = "valid"
     INVALID = "invalid"

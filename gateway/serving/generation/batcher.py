@@ -30,7 +30,7 @@ from gateway.serving.tokenize import ThreadPools, prompt_kind
 
 log = logs.get("generation")
 
-# Decoding waits only for prompts of at most this many prefill passes, and for that many passes.
+# Decoding waits for prompts of at most this many prefill passes, and no longer than these take.
 PREFILL_FIRST_PASSES = 2
 RETRY_PAUSE_S = 0.1
 
@@ -73,7 +73,7 @@ class GenerationBatcher:
         self._wake_events = {kind: asyncio.Event() for kind in ("prefill", "decode")}
         self._decode_waits_since: float | None = None
         self._warnings: set[str] = set()
-        self._interrupt = threading.Event()
+        self._interrupt = threading.Event()  # set to end the current turn after its pass
         self._pace = PrefillPace(limits)
         self._gains = DraftGains()
         self._state = StepResult()

@@ -35,7 +35,7 @@ class Choice:
     length: int = 0  # tokens, of prompt and answer, for which memory is reserved
     preemptions: int = 0
     rotated_at: int = 0  # value of `tokens` when the choice last began or resumed decoding
-    stuck_since: float | None = None  # when the choice began to lack memory of other models
+    stuck_since: float | None = None  # when it began to lack memory that only other models hold
     since: float = field(default_factory=clock.now)  # when the current stage began
 
     @property

@@ -25,7 +25,7 @@ async def generate_many(
     slots = min(JOBS_AT_ONCE, len(jobs))
     untried = set(range(slots))
     # Set once each of the first jobs has been queued or has found the queue full. Nothing is
-    # yielded before, so that Overloaded comes first.
+    # yielded before that.
     all_tried = asyncio.Event()
     first_admitted = asyncio.Event()  # the other jobs wait for the first one
 

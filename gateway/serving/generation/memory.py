@@ -40,7 +40,7 @@ class RowCosts:
 class Layout:
     """The lengths, in tokens, of the sequences that share one KV cache, and of all others."""
 
-    # Each sequence that shares the KV cache takes as much of it as the longest one.
+    # Sequences that decode share a KV cache, in which each takes as much as the longest one.
     batched: Sequence[int] = ()
     single: Sequence[int] = ()  # parked sequences, and those whose answer is one token
     image_tokens: int = 0

@@ -1,4 +1,4 @@
-"""Decides which sequences join, take turns, grow and are preempted; the scheduler acts on it."""
+"""Decides which sequences join, take turns, grow and are preempted."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence

@@ -63,7 +63,7 @@ class Status:
 class ModelCache(Generic[M]):
     """A cache of at most `max_models` models, within the memory budget.
 
-    A model that is no longer served, or whose spec has changed, is freed after its last lease.
+    A model that is no longer served, or whose spec needs a reload, is freed after its last lease.
     """
 
     def __init__(
@@ -272,7 +272,7 @@ class ModelCache(Generic[M]):
             ) from None
 
     def _retire_if_unused(self, entry: Entry[M]) -> None:
-        """Free a model without callers that was unloaded or replaced, or else start its TTL."""
+        """Free a model without callers if it was unloaded or removed, or else start its TTL."""
         if entry.leases:
             return
         if entry.may_move_to(State.LEAVING):

@@ -18,8 +18,8 @@ from gateway.errors import (
 from gateway.registry import ModelSpec
 from gateway.serving.budget import Share
 
-UNAVAILABLE_S = 30.0  # seconds until a retry after a failure of the network
-BROKEN_S = 5.0
+UNAVAILABLE_S = 30.0  # seconds until a retry if the hub fails or lacks the model
+BROKEN_S = 5.0  # seconds until a retry of a failed load
 M = TypeVar("M")
 T = TypeVar("T")
 
@@ -62,7 +62,7 @@ class Failures:
 
 
 async def shared(task: asyncio.Task[T]) -> T:
-    """Wait for a task that several callers share, and don't cancel it with a caller."""
+    """Wait for a shared task, which goes on if a caller is cancelled."""
     try:
         return await asyncio.shield(task)
     except GatewayError as error:

@@ -61,7 +61,7 @@ def make_plan(
     rows_bytes: int,
     prefix_bytes: int = 0,  # the part of `rows_bytes` in prefix pools
 ) -> EvictionPlan[K]:
-    """Plan to admit waiting models in order of arrival, and to evict few idle models."""
+    """Plan which waiting models to admit, in order, and which idle models to evict for them."""
     admitted: list[K] = []
     abandoned: list[K] = []
     idle = _in_phase(residents, Phase.IDLE)

@@ -60,7 +60,7 @@ class Pulls:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._turn = asyncio.Lock()  # fair
+        self._turn = asyncio.Lock()  # asyncio's locks are fair
         self._pulls: dict[object, Pull] = {}
 
     @property
@@ -76,12 +76,12 @@ class Pulls:
         return self._store.fetched(spec).completed
 
     def fetched(self, pull: Pull) -> Fetched:
-        # The files on disk may include files of an older revision.
+        # Files of an older revision may be on disk too, so the bytes are capped.
         completed, total = self._store.fetched(pull.spec)
         return Fetched(min(completed, total or completed), total)
 
     def begin(self, spec: ModelSpec, key: str = NOBODY, whole: int = 0) -> Pull:
-        """Return a model's download, begun for `key` unless it is under way already."""
+        """Return a model's download, and begin it for `key` unless it is under way."""
         name = (spec.id, spec.source)
         pull = self._pulls.get(name)
         if pull is None:

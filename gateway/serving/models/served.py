@@ -48,7 +48,7 @@ class KnownInputs:
         return self._known.get(spec.id)
 
     async def look(self) -> None:
-        """Read all models' files, one read at a time, since a disk that hangs blocks a thread."""
+        """Read all models' files again, and wait for LOOK_S at most."""
         if self._next is None:  # a running read may miss newer files
             self._next = asyncio.ensure_future(self._look())
         with contextlib.suppress(TimeoutError):
@@ -56,6 +56,7 @@ class KnownInputs:
                 await asyncio.shield(self._next)
 
     async def _look(self) -> None:
+        # One read runs at a time, so a disk that hangs blocks only one thread.
         async with self._looking:
             self._next = None
             self._known = await self._read(self._served.catalog.specs)
