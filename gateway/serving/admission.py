@@ -1,8 +1,4 @@
-"""Bounds on the requests and tokens that wait for a model, and the deadlines of requests.
-
-Also counts arrivals, which are requests being parsed or tokenized: a batcher can wait for them, so
-that a burst of requests shares a batch.
-"""
+"""Bounds on waiting requests and tokens, arriving requests, and deadlines."""
 
 import asyncio
 import contextlib
@@ -23,12 +19,12 @@ class Arrival:
         self._arrivals = arrivals
 
     def end(self) -> None:
-        """Stop counting the request, which is now queued or over. A second call does nothing."""
+        """Stop counting the request, unless that has been done."""
         self._arrivals._end(self)
 
 
 class Arrivals:
-    """The requests that are on their way to the queue, in order of arrival."""
+    """The requests on their way to the queue, for which a batcher may wait."""
 
     def __init__(self) -> None:
         self._since: dict[Arrival, float] = {}
@@ -36,7 +32,7 @@ class Arrivals:
 
     @contextlib.contextmanager
     def expect(self) -> Iterator[Arrival]:
-        """Count a request as on its way until the context exits or `Arrival.end` is called."""
+        """Count a request as arriving until the context exits or `Arrival.end` is called."""
         arrival = Arrival(self)
         self._since[arrival] = clock.now()
         try:
@@ -46,26 +42,23 @@ class Arrivals:
 
     @property
     def count(self) -> int:
-        """Return the number of requests that are on their way."""
         return len(self._since)
 
     @property
     def newest_age_s(self) -> float | None:
-        """Return the seconds since the newest request arrived; None if none is on its way."""
+        """Return the seconds since the newest request arrived; None if none is arriving."""
         newest = next(reversed(self._since.values()), None)
         if newest is None:
             return None
         return clock.now() - newest
 
     async def yield_to_loop(self) -> None:
-        """Yield to the event loop three times, so that requests already received are counted."""
-        # Socket, reader and handler each need one iteration of the loop. Without this, a quarter of
-        # bursts of ten requests were split over two batches.
+        """Yield to the event loop, so that requests already received are counted."""
+        # Socket, reader and handler each need one iteration of the loop.
         for _ in range(3):
             await asyncio.sleep(0)
 
     async def wait_for_change(self, timeout_s: float) -> None:
-        """Wait until one of the counted requests is queued or over, for at most `timeout_s`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._changed.wait()
@@ -73,7 +66,7 @@ class Arrivals:
     def _end(self, arrival: Arrival) -> None:
         if self._since.pop(arrival, None) is not None:
             self._changed.set()
-            self._changed = asyncio.Event()  # a new event for the next change
+            self._changed = asyncio.Event()
 
 
 WINDOW_S: Final = 30.0
@@ -83,17 +76,13 @@ NO_BOUND: Final = 2**62
 
 
 def retry_after_s(waiting: float, finished: float, seconds: float) -> float:
-    """Estimate the seconds until a queue has drained, between LEAST_RETRY_S and MOST_RETRY_S.
-
-    `finished` items were served in the last `seconds`. One more is counted as about to finish, so
-    the estimate is short for a new queue, and grows with time for a stuck queue.
-    """
+    """Estimate the seconds until a queue has drained, after `finished` items in `seconds`."""
     drained_s = waiting * seconds / (finished + 1)
     return min(MOST_RETRY_S, max(LEAST_RETRY_S, drained_s))
 
 
 class Noun(StrEnum):
-    """The unit that an Admission counts, as error messages name it."""
+    """The unit that an Admission counts."""
 
     REQUESTS = "requests"
     CHOICES = "choices"
@@ -108,11 +97,9 @@ _GAUGES = {
 
 
 class Admission:
-    """A bound on the total of one unit, such as tokens, that all requests of a model hold while
-    they wait or run.
+    """A bound on the units, such as tokens, that all requests of a model hold together.
 
-    A request that would exceed `limit` is refused, unless no other request holds anything: a single
-    request may hold any amount. The recent rate of releases is measured, for `retry_after_s`.
+    A request that would exceed `limit` is refused, unless no other request holds anything.
     """
 
     def __init__(
@@ -133,9 +120,8 @@ class Admission:
     ) -> Iterator[None]:
         """Hold `amount` while entered. Raises Overloaded if there is no room.
 
-        `Retry-After` is `retry_after_s` or, by default, an estimate of when the queue has drained.
-        `is_more` means that the request holds an amount already: it gets more only while the total
-        of all requests stays within half of the limit.
+        If `is_more`, the request holds an amount already, and gets more only while the total of all
+        requests stays within half of the limit.
         """
         held = self._held + amount
         is_greedy = is_more and 2 * held > self.limit
@@ -148,7 +134,6 @@ class Admission:
             self.begin()
         self._held = held
         self._gauge.inc(amount)
-        # However the request ends, its amount is released, and counts for the rate of releases.
         try:
             yield
         finally:
@@ -157,7 +142,6 @@ class Admission:
 
     @property
     def limit(self) -> int:
-        """Return the most that requests may hold together. A new limit holds for new requests."""
         return self._limit
 
     @limit.setter
@@ -167,7 +151,6 @@ class Admission:
             metrics.of(metrics.QUEUE_TOKENS_LIMIT, self._model).set(limit)
 
     def begin(self) -> None:
-        """Start measuring the rate of releases anew: before now, nothing could be released."""
         self._since, self._finished = self._now(), 0.0
 
     def _release(self, amount: int) -> None:
@@ -180,7 +163,6 @@ class Admission:
             self._finished /= 2
 
     def retry_after_s(self) -> float:
-        """Estimate the seconds until everything that is held now is released."""
         return retry_after_s(self._held, self._finished, self._now() - self._since)
 
 
@@ -192,7 +174,7 @@ async def until_deadline(caller: Caller) -> AsyncIterator[None]:
         async with limit:
             yield
     except TimeoutError:
-        if not limit.expired():  # the TimeoutError is from other code, such as of a slow disk
+        if not limit.expired():  # the body raised the TimeoutError for another reason
             raise
         raise DeadlineExceeded(caller.allowed_s) from None
 

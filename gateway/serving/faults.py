@@ -1,6 +1,4 @@
-"""How the process reacts to errors of the device (continue, free memory, exit), and how background
-tasks are restarted after errors.
-"""
+"""Reactions to errors of the device, and restarts of background tasks."""
 
 import asyncio
 import time
@@ -16,17 +14,17 @@ log = logs.get("device")
 
 UNKNOWN_FAULTS: Final = 2  # faults of unknown cause after which the device is probed
 PROBES: Final = 2  # consecutive failed probes after which the device counts as lost
-RESTART_PAUSE_S: Final = 0.1  # keeps a task that always fails from using all of the loop's time
-PROBE_PAUSE_S: Final = 1.0  # pause between probes: a GPU fails all work while it restarts
+RESTART_PAUSE_S: Final = (
+    0.1  # seconds, since a task that always fails must not take all of the loop's time
+)
+PROBE_PAUSE_S: Final = 1.0  # seconds between probes, since a GPU fails all work while it restarts
 
 
 class DeviceHealth:
-    """The state of the device, concluded from the errors of all models.
+    """The state of the device, as the errors of all models show it.
 
-    A caller's prompt alone never makes the device count as lost. It counts as lost after an error
-    that is known to be permanent, or once a model's fixed test prompt has failed PROBES times in a
-    row for unknown reasons.
-    `note` and `shed` must run on the lane's thread.
+    The device is lost after a permanent error, or once a model's fixed test prompt has failed
+    PROBES times in a row for unknown reasons. `see`, `note` and `shed` must run on the lane.
     """
 
     def __init__(
@@ -37,16 +35,16 @@ class DeviceHealth:
         self._classify, self._name = classify, name
         self._unknown = 0
         self._shedders: list[Callable[[], object]] = []
-        self.lost: str | None = None  # the error that showed that the device is lost
+        self.lost: str | None = None  # the error that showed the loss of the device
 
     def check(self) -> None:
-        """Raise DeviceLost if the device has been lost."""
         if self.lost is not None:
             raise DeviceLost
 
     def classify(self, error: Exception) -> Fault:
-        """Return an error's kind of fault. A GatewayError has the kind of its cause; if that is
-        missing or UNKNOWN, the kind is ROW.
+        """Return an error's kind of fault.
+
+        A GatewayError has the kind of its cause, or ROW if that kind is missing or UNKNOWN.
         """
         if not isinstance(error, GatewayError):
             return self._classify(error)
@@ -56,10 +54,7 @@ class DeviceHealth:
         return fault
 
     def see(self, error: Exception) -> Exception:
-        """Return the error to raise in the caller: DeviceLost if `error` shows that the device is
-        lost, otherwise `error` or the clearer error that `name` returns for it. Must run on the
-        lane's thread.
-        """
+        """Return the error to raise in the caller, which may be DeviceLost."""
         error = self._name(error)
         if self.classify(error) is not Fault.FATAL:
             return error
@@ -67,10 +62,9 @@ class DeviceHealth:
         return DeviceLost()
 
     def note(self, fault: Fault, message: str, probe: Callable[[], None]) -> None:
-        """Record a fault of a pass. Raises DeviceLost if the device is lost.
+        """Record a fault, and probe the device after UNKNOWN_FAULTS unknown ones.
 
-        After UNKNOWN_FAULTS faults of unknown cause, `probe` is called to find out whether the
-        device still works: it makes the model compute a fixed test prompt.
+        Raises DeviceLost if the device is lost.
         """
         if fault is Fault.FATAL:
             self._lose(message)
@@ -112,9 +106,7 @@ class DeviceHealth:
             self._shedders.remove(shed)
 
     def shed(self) -> None:
-        """Free memory that is only kept for reuse: prefix caches and MLX's free buffers. An error
-        meanwhile, which may even be that of an earlier MLX call, is logged and not raised.
-        """
+        """Free memory that is only kept for reuse, such as prefix caches. Raises no error."""
         metrics.SHEDDINGS.inc()
         for shed in tuple(self._shedders):
             try:
@@ -124,7 +116,6 @@ class DeviceHealth:
                 self.see(error)
 
     def as_error(self, model: str, error: Exception) -> GatewayError:
-        """Return the error for a caller whose row has failed with `error`."""
         if isinstance(error, GatewayError):
             return error
         if self.lost is not None:
@@ -139,13 +130,11 @@ async def run_forever(
     work: Callable[[], Awaitable[None]],
     on_error: Callable[[Exception], None] = lambda _: None,
 ) -> None:
-    """Call `work` again and again until cancelled. After an error of `work`, `on_error` is called,
-    which must end the requests whose work was lost.
-    """
+    """Call `work` until cancelled; after an error, `on_error` must end the lost requests."""
     while True:
         try:
             await work()
-        except Exception as error:  # a bug of the gateway: `work` handles engines' errors itself
+        except Exception as error:  # a bug of the gateway, since `work` handles engines' errors
             log.error("worker_failed", worker=name, exc_info=True)
             on_error(error)
         await asyncio.sleep(RESTART_PAUSE_S)

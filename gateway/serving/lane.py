@@ -1,8 +1,7 @@
-"""The one global MLX lock, with a fair queue of turns, and the one thread that runs MLX.
+"""The global MLX lock, and the one thread that runs MLX.
 
-MLX is not thread-safe, and an array that was left unevaluated on one thread cannot be evaluated on
-another. So everything that uses MLX, even to load or free a model, runs on this thread. `Pace`
-bounds the tokens of a pass, so that a turn takes limited time.
+MLX is not thread-safe, and one thread cannot evaluate another thread's unevaluated array. So this
+thread makes every call that uses MLX, even to load or free a model.
 """
 
 import asyncio
@@ -34,11 +33,7 @@ class FairQueue:
 
     Each kind has a clock, which a turn advances by its seconds divided by the kind's weight. The
     kind whose clock is furthest behind is next. A kind that was idle starts at the clock of the
-    kind that has the current turn, so idle time earns no credit. Kinds that always wait get time in
-    proportion to their weights, and wait for at most one turn of each other kind.
-
-    `most_s` has the most seconds that count of one turn, for some kinds. Turns of all other kinds
-    count in full.
+    current turn's kind. `most_s` bounds the seconds that count for a turn of some kinds.
     """
 
     def __init__(
@@ -52,24 +47,18 @@ class FairQueue:
         self._now = 0.0
 
     def choose(self, waiting: Iterable[str]) -> int:
-        """Return the index of the kind that is next; among equals, the first in the list."""
+        """Return the index of the next kind; among equals, the first."""
         starts = [self._start(kind) for kind in waiting]
         return starts.index(min(starts))
 
     def begin(self, kind: str) -> None:
-        """Start a turn of this kind."""
         self._now = self._clocks[kind] = self._start(kind)
 
     def end(self, kind: str, seconds: float) -> None:
-        """End the current turn, which took `seconds`."""
         self._clocks[kind] = self._after(kind, seconds)
 
     def is_up(self, kind: str, seconds: float, waiting: Iterable[str]) -> bool:
-        """Return True if the current turn should end, `seconds` after it began.
-
-        It should end if a turn of the same kind waits, or if the clock of another waiting kind is
-        not ahead of the current kind's.
-        """
+        """Return True if the current turn, which has taken `seconds`, should end."""
         current = self._after(kind, seconds)
         return any(other == kind or self._start(other) <= current for other in waiting)
 
@@ -85,34 +74,27 @@ T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 log = logs.get("lane")
 
-LOAD = "load"  # the kind of turns that load models, whose calls may take long
-# The most seconds that count of one turn of a load: a slow disk must not delay the next load for
-# minutes.
-MOST_LOAD_S = 1.0
+LOAD = "load"
+MOST_LOAD_S = 1.0  # counted seconds of a load's turn, so that a slow disk doesn't delay later loads
 
 
 @dataclass(slots=True, eq=False)
 class Beat:
-    """A heartbeat: the current work of the lane's thread.
+    """The current call, or step of a call, on the lane's thread.
 
-    Each call, and each step of a call, makes a new Beat. While the Beat stays the same object, the
-    thread has made no progress.
+    While the Beat stays the same object, the thread has made no progress.
     """
 
     kind: str
-    # The longest time of earlier calls with this shape. None if it is unknown: for a load, and for
-    # the first call with a shape, which compiles.
+    # The longest time of earlier calls with this shape. None for loads and for the first call with
+    # a shape, which compiles.
     usual_s: float | None = 0.0
     shape: Hashable = None
     owner: str = ""
 
 
 class _Work:
-    """A call for the lane's thread, with a future that is done once the call has ended.
-
-    The future does not hold the call's result, so that a result which nobody takes can be freed on
-    the lane's thread.
-    """
+    """A call for the lane's thread."""
 
     __slots__ = ("args", "beat", "done", "function", "loop", "result")
 
@@ -121,31 +103,26 @@ class _Work:
         self.function = function
         self.args = args
         self.loop = asyncio.get_running_loop()
+        # The future lacks the result, which must be freed on the lane's thread if nobody takes it.
         self.done: asyncio.Future[None] = self.loop.create_future()
         self.result: Any = None
 
     def do(self, health: DeviceHealth) -> None:
-        """Call the function on the current thread, which must be the lane's, and complete the
-        future on its event loop.
-        """
         try:
             self.result = self.function(*self.args)
-        except BaseException as error:  # `as_exception` raises errors that must end the thread
+        except BaseException as error:  # `as_exception` raises the errors that must end the thread
             self.fail(health.see(as_exception(error)))
         else:
             self._settle(self.done.set_result, None)
 
     def fail(self, error: Exception) -> None:
-        """Raise an error in the waiting caller."""
         self._settle(self.done.set_exception, error)
 
     def take(self) -> Any:
-        """Return the result, and keep no reference to it."""
         result, self.result = self.result, None
         return result
 
     def drop(self) -> None:
-        """Free the result on the calling thread."""
         self.result = None
 
     def _settle(self, settle: Callable[[Any], None], outcome: object) -> None:
@@ -159,7 +136,7 @@ class _Work:
 
 @dataclass(slots=True, eq=False)
 class _Waiter:
-    """A task that waits for the lane, with a future that is done once the task holds the lane."""
+    """A task that waits for the lane."""
 
     kind: str
     owner: str
@@ -167,12 +144,10 @@ class _Waiter:
 
 
 class Lane:
-    """The global MLX lock and the thread that runs MLX. A context manager: the thread runs from
-    enter to exit.
+    """The global MLX lock, and the thread that runs MLX while this context is entered.
 
-    `weights` (default 1) divide the lane's time between kinds of work that wait. Within a kind,
-    turns are first come, first served. The thread calls `on_close` before it ends, because MLX on
-    CPU otherwise aborts the process. `health` sees every error that a call raises.
+    `weights` (default 1) divide the lane's time between kinds of work. The thread calls `on_close`
+    before it ends, because MLX on CPU otherwise aborts the process.
     """
 
     def __init__(
@@ -187,13 +162,12 @@ class Lane:
         self._fair_queue = FairQueue(weights, {LOAD: MOST_LOAD_S})
         self._waiters: list[_Waiter] = []
         self._is_held = False
-        # The time at which a turn of each kind and owner last ended.
         self._ended_at: dict[tuple[str, str], float] = {}
         self._work: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run_thread, name="lane", daemon=True)
         self._is_open = False
         self._has_ended = asyncio.Event()
-        self._usual_s: dict[Hashable, float] = {}  # longest calls by shape; cleared by every load
+        self._usual_s: dict[Hashable, float] = {}
         # The owner of unfinished work on the device, and a function that waits for that work.
         self._under_way: tuple[str, Callable[[], None]] | None = None
         self.beat: Beat | None = None  # written only by the thread; None while it has no work
@@ -201,20 +175,15 @@ class Lane:
 
     @property
     def is_alive(self) -> bool:
-        """Return True if the thread can run calls."""
         return self._is_open and not self.has_died
 
     @property
     def is_idle(self) -> bool:
-        """Return True if nobody holds the lane."""
         return not self._is_held
 
     @contextlib.asynccontextmanager
     async def turn(self, kind: str, owner: str = "") -> AsyncIterator["Turn"]:
-        """Wait for the lane, then hold it while entered.
-
-        `kind` names the work for weights and metrics, and `owner` the model or task that does it.
-        """
+        """Wait for the lane, then hold it while entered; `owner` is a model or task."""
         self._check()
         requested = clock.now()
         await self._acquire(kind, owner)
@@ -244,12 +213,11 @@ class Lane:
             if waiter in self._waiters:
                 self._waiters.remove(waiter)
             elif not waiter.gained.cancelled():
-                self._release()  # the task was given the lane just before it was cancelled
+                self._release()  # the task got the lane just before it was cancelled
             raise
 
     def _release(self) -> None:
-        """Pass the lane to the next waiter, or mark it free."""
-        # A cancelled waiter stays in the list until its task runs, so it is removed here.
+        # A cancelled waiter is in the list until its task runs.
         self._waiters = [waiter for waiter in self._waiters if not waiter.gained.done()]
         if not self._waiters:
             self._is_held = False
@@ -259,7 +227,7 @@ class Lane:
         chosen.gained.set_result(None)
 
     def _is_up(self, kind: str, seconds: float) -> bool:
-        # The list is copied, since the event loop's thread may change it meanwhile.
+        # The event loop's thread may change the list meanwhile, so it is copied.
         return self._fair_queue.is_up(
             kind, seconds, [waiter.kind for waiter in tuple(self._waiters)]
         )
@@ -272,8 +240,8 @@ class Lane:
         try:
             await asyncio.shield(work.done)
         except asyncio.CancelledError:
-            # The call cannot be stopped: keep the turn until it has ended, however often this task
-            # is cancelled. Its result, which may be a loaded engine, is freed on the lane's thread.
+            # The call cannot be stopped, so the turn is kept until it has ended. Its result, which
+            # may be a loaded engine, is freed on the lane's thread.
             while not work.done.done():
                 with contextlib.suppress(asyncio.CancelledError):
                     await asyncio.wait([work.done])
@@ -306,7 +274,7 @@ class Lane:
                 work.fail(Unavailable("The engine has stopped.", retry_after_s=1))
                 break
             self.beat = None
-            del work  # the call's result may hold arrays, which this thread should not keep
+            del work  # this thread must not keep the result, which may hold arrays
         self.beat = Beat("close")
         try:
             self._on_close()
@@ -316,9 +284,8 @@ class Lane:
                 self._loop.call_soon_threadsafe(self._has_ended.set)
 
     def _settle(self, owner: str) -> None:
-        """Wait for unfinished work that another owner has left on the device. If the work fails,
-        MLX raises the error only once, at the first wait, which must not be in this owner's call.
-        """
+        # MLX raises the error of unfinished work once, at the first wait, which must not be in
+        # another owner's call.
         if self._under_way is not None and self._under_way[0] != owner:
             (_, wait), self._under_way = self._under_way, None
             wait()
@@ -333,16 +300,13 @@ class Lane:
         await self._acquire("close")
         self._is_open = False
         self._work.put(None)
-        self._release()  # each waiter gets the lane in turn, but then ShuttingDown is raised
+        self._release()
         await self._has_ended.wait()  # unlike `join` on another thread, this can be cancelled
         self._thread.join()
 
 
 class Turn:
-    """A turn of the lane. Call it to run a function on the lane's thread, and await the result.
-
-    `gained` is the time at which the turn began, and `waited_s` the seconds of the wait before.
-    """
+    """A turn of the lane, which began at `gained`; calling it runs a function on the lane."""
 
     def __init__(self, lane: Lane, kind: str, owner: str, gained: float, waited_s: float) -> None:
         self._lane = lane
@@ -357,23 +321,20 @@ class Turn:
             lane._usual_s.clear()
 
     def __call__(self, function: Callable[[*Ts], T], *args: *Ts) -> Awaitable[T]:
-        """Call a function on the lane's thread."""
         return self._lane._run(self._beat(), function, *args)
 
     def set_shape(self, shape: Hashable) -> None:
-        """Set the shape of the next calls. Earlier calls with this shape give their usual time."""
         self._shape = shape
         self._usual_s = self._lane._usual_s.get(shape)
 
     def beat(self) -> None:
-        """Make a new heartbeat between the steps of a call. Must run on the lane's thread."""
+        """Replace the Beat between the steps of a call. Must run on the lane's thread."""
         self._lane.beat = self._beat()
 
     def leave_under_way(self, wait: Callable[[], None]) -> None:
         """Let the device finish launched work after the turn. Must run on the lane's thread.
 
-        `wait` is called before the next call of another owner. It must wait for the work, and store
-        an error instead of raising it.
+        Before another owner's call, `wait` must wait for the work and store its errors.
         """
         self._lane._under_way = self._owner, wait
 
@@ -382,13 +343,10 @@ class Turn:
 
     @property
     def is_contended(self) -> bool:
-        """Return True if another turn waits. Safe on any thread."""
         return bool(self._lane._waiters)
 
     def seconds_alone(self, beside: Container[str]) -> float:
-        """Return the seconds since another owner had or wanted a turn, not counting turns of the
-        kinds in `beside`; inf if there was none. Safe on any thread.
-        """
+        """Return the seconds since another owner had or wanted a turn of a kind not in `beside`."""
         lane, owner = self._lane, self._owner
         if any(
             waiter.owner != owner and waiter.kind not in beside for waiter in tuple(lane._waiters)
@@ -403,30 +361,23 @@ class Turn:
 
     @property
     def is_up(self) -> bool:
-        """Return True if another turn is due: a call of several steps should then end after the
-        current step. Safe on any thread.
-        """
+        """Return True if another turn is due, so that this one should end."""
         lane = self._lane
         return bool(lane._waiters) and lane._is_up(self._kind, clock.now() - self.gained)
 
 
-START_TOKENS = 512  # tokens of the first pass, before any pass is measured
-LEAST_TOKENS = 32  # a pass of fewer tokens takes no less time, since a pass has a fixed cost
+START_TOKENS = 512
+LEAST_TOKENS = 32  # tokens; a smaller pass takes no less time
 MOST_GROWTH = 4  # most growth from pass to pass, since a short pass predicts a long one badly
 WELL_WITHIN = 0.75  # share of the limit below which a small pass counts as fast
 
 
 def allowed_tokens(allowed: int, tokens: int, seconds: float, limit_s: float) -> int:
-    """Return how many padded tokens the next pass may have, given a measured pass.
+    """Return how many padded tokens the next pass may have, after a pass of `tokens` was measured.
 
-    The measured pass had `tokens`, where `allowed` tokens were allowed, and counts as small if it
-    had fewer than half of these. There are four cases:
-    1. It wasn't small and took at least half of the limit: the number follows from its speed.
-    2. It took less than half of the limit: the number follows from its speed, but never shrinks,
-       and grows at most by MOST_GROWTH.
-    3. It was small and within WELL_WITHIN of the limit: as in case 2, because most of its time may
-       be the fixed cost of a pass.
-    4. It was small and slower: something else may have delayed it, so the number at most halves.
+    The number follows from the measured speed. It never shrinks after a pass that took less than
+    half of the limit, and grows at most by MOST_GROWTH. After a slow pass of fewer than half of the
+    `allowed` tokens, it at most halves, since something else may have delayed the pass.
     """
     if tokens <= 0 or seconds <= 0:
         return allowed
@@ -438,12 +389,11 @@ def allowed_tokens(allowed: int, tokens: int, seconds: float, limit_s: float) ->
 
 
 class Pace:
-    """Estimates from earlier passes how many tokens a pass may have to take at most `limit_s`."""
+    """An estimate of the tokens that a pass may have to take at most `limit_s`."""
 
     def __init__(self, limit_s: float) -> None:
         self.limit_s = limit_s
         self.tokens = START_TOKENS
 
     def note(self, tokens: int, seconds: float) -> None:
-        """Adjust the estimate, after a pass of `tokens` padded tokens took `seconds`."""
         self.tokens = allowed_tokens(self.tokens, tokens, seconds, self.limit_s)

@@ -1,4 +1,4 @@
-"""The Protocols that engines implement. app passes real engines, and tests scripted ones."""
+"""The Protocols of engines."""
 
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any, Protocol
@@ -17,7 +17,7 @@ from gateway.jobs.steps import (
 
 
 class EmbeddingEngine(Protocol):
-    """The computations of one embedding model."""
+    """The computations of one embedding model: `embed`, `probe` and `close` run on the lane."""
 
     @property
     def dimensions(self) -> int:
@@ -29,29 +29,23 @@ class EmbeddingEngine(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """Return the size of the vocabulary: valid token ids are below it."""
+        """Return the number of token ids, which begin at 0."""
 
     @property
-    def prompts(self) -> Mapping[str, str]:
-        """Return the model's prompts by name. A prompt is a text to put before an input."""
+    def prompts(self) -> Mapping[str, str]: ...
 
     @property
-    def default_prompt_name(self) -> str | None:
-        """Return the name of the prompt that is used when the caller names none."""
+    def default_prompt_name(self) -> str | None: ...
 
     @property
     def has_patterns(self) -> bool:
-        """Return True if the tokenizer uses regular expressions from the model's files, which may
-        be slow.
-        """
+        """Return True if the tokenizer has regular expressions from files, which may be slow."""
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the texts' token ids, special tokens included. Safe on any thread."""
+        """Return the texts' token ids, special tokens included."""
 
     def encode_start(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the texts' first token ids, as many as `truncate` needs: more than `max_tokens`
-        for a text that is too long.
-        """
+        """Return each text's first token ids, more than `max_tokens` if the text is too long."""
 
     def truncate(self, tokens: TokenIds, limit: int | None = None) -> list[int]:
         """Cut one input to `limit` tokens (default `max_tokens`) as sentence-transformers does."""
@@ -60,22 +54,20 @@ class EmbeddingEngine(Protocol):
         """Cut each vector to `dimensions`. Normalize it again if the model normalizes vectors."""
 
     def embed(self, rows: Sequence[TokenIds]) -> Vectors:
-        """Return the vectors, (rows, dimensions) float32. Must run on the lane."""
+        """Return the vectors, (rows, dimensions) float32."""
 
     def probe(self) -> None:
-        """Embed a fixed word without compiling anything. Raises the device's error if that fails.
-        Must run on the lane.
-        """
+        """Embed a fixed word without compiling anything. Raises the device's errors."""
 
     def nbytes(self) -> int:
         """Return the bytes held on the device."""
 
     def close(self) -> None:
-        """Free every array. Must run on the lane."""
+        """Free every array."""
 
 
 class RerankEngine(Protocol):
-    """The computations of one reranker, whose input is a query together with a document."""
+    """The computations of one reranker: `score`, `probe` and `close` run on the lane."""
 
     @property
     def max_tokens(self) -> int:
@@ -89,25 +81,23 @@ class RerankEngine(Protocol):
         max_document_tokens: int | None = None,
         instruction: str | None = None,
     ) -> list[Pair]:
-        """Tokenize the query with each document. Documents are cut to fit. Safe on any thread.
+        """Tokenize the query with each document, cut to fit.
 
         `instruction` is ignored unless the model's prompt has a place for one. Raises
-        ContextLengthExceeded for a query that leaves no room for a token of a document.
+        ContextLengthExceeded for a query that leaves no room for a document's token.
         """
 
     def score(self, rows: Sequence[Pair]) -> Vectors:
-        """Return the logits, (rows, labels) float32. Must run on the lane."""
+        """Return the logits, (rows, labels) float32."""
 
     def probe(self) -> None:
-        """Score a fixed pair without compiling anything. Raises the device's error if that fails.
-        Must run on the lane.
-        """
+        """Score a fixed pair without compiling anything. Raises the device's errors."""
 
     def nbytes(self) -> int:
         """Return the bytes held on the device."""
 
     def close(self) -> None:
-        """Free every array. Must run on the lane."""
+        """Free every array."""
 
 
 class Tokens(Protocol):
@@ -115,54 +105,49 @@ class Tokens(Protocol):
 
     @property
     def tokenizer(self) -> Any:
-        """Return the tokenizer of transformers, with the special tokens and the chat template."""
+        """Return the tokenizer of transformers."""
 
     def tokenize(self, job: GenerateJob, *, special: bool, asking: bool) -> list[int]:
         """Return the token ids of the job's text or conversation.
 
-        `special` adds special tokens around a text. `asking` ends a conversation with the beginning
-        of the model's answer. Raises BadRequest for a conversation that the template refuses.
+        `special` adds special tokens to a text, and `asking` the beginning of the model's answer to
+        a conversation. Raises BadRequest for a conversation that the template refuses.
         """
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
         """Return the vocabulary's string for each id, or an empty one for an unknown id."""
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ids, including special tokens."""
+    def decode(self, ids: Sequence[int]) -> str: ...
 
 
 class PrefixCache(Protocol):
-    """A chat model's prefix cache, as prefix files use it. All methods must run on the lane."""
+    """A chat model's prefix cache, as prefix files use it on the lane."""
 
     @property
     def pool_bytes(self) -> int:
-        """Return the bytes of the pool that several models may share."""
+        """Return the bytes of the pool, which several models may share."""
 
     def pieces(self, adapter: int) -> Sequence[PrefixPiece]:
-        """Return an adapter's cached KV as pieces to store in files, most recently used first, but
-        each piece after those that it continues.
-        """
+        """Return an adapter's cached KV as pieces, each after the pieces that it continues."""
 
     def copy_piece(self, adapter: int, piece: PrefixPiece) -> bytes | None:
-        """Return a piece's content; None if a part of it has been evicted meanwhile."""
+        """Return a piece's content; None if a part of it has been evicted."""
 
     def put_piece(self, adapter: int, salt: str, content: bytes) -> bool:
-        """Put a piece's content into the cache. Return False if there is no room for it.
+        """Put a piece's content into the cache; return False if there is no room.
 
         May raise any error for content that `copy_piece` has not returned for this model.
         """
 
 
 class GenerationEngine(Protocol):
-    """The computations of one chat model, on a batch that sequences join and leave."""
+    """The computations of one chat model. All methods run on the lane unless stated otherwise."""
 
     @property
-    def facts(self) -> EngineFacts:
-        """Return facts about the model, which do not change while it is loaded."""
+    def facts(self) -> EngineFacts: ...
 
     @property
-    def tokens(self) -> Tokens:
-        """Return the model's tokenizer."""
+    def tokens(self) -> Tokens: ...
 
     @property
     def prefixes(self) -> PrefixCache | None:
@@ -173,77 +158,53 @@ class GenerationEngine(Protocol):
         """Return True if sequences run together, and False if they run one at a time."""
 
     def prepare(self, job: GenerateJob) -> list[SequenceParams]:
-        """Render and tokenize the prompt; return one sequence per choice. Safe on any thread.
+        """Render and tokenize the prompt, and return one sequence per choice. Safe on any thread.
 
         Raises BadRequest for a conversation that the template refuses, and ContextLengthExceeded
         for a prompt that leaves no room for one token.
         """
 
     def compile(self, grammar: Grammar) -> Compiled:
-        """Compile a grammar. Slow; safe on any thread.
-
-        Raises BadRequest, which names the keyword or the place that cannot be compiled.
-        """
+        """Compile a grammar. Slow; safe on any thread. Raises BadRequest."""
 
     def matches_schema(self, schema: str, answer: str) -> bool | None:
-        """Return whether an answer matches a JSON Schema, or None if that cannot be found out.
-
-        Slow; safe on any thread.
-        """
+        """Return whether an answer matches a JSON Schema. Slow; safe on any thread."""
 
     def read_answer(self, params: SequenceParams, text: str, is_cut: bool) -> Reading:
-        """Parse the complete answer of a sequence that `reads_whole` into thoughts, text and calls.
+        """Parse a sequence's complete answer into thoughts, text and calls.
 
-        `text` joins the texts of all the sequence's deltas. An answer that `is_cut` has no calls.
-        If parsing fails, the answer stays text, and a log event with the reason is returned too,
-        otherwise None. Slow; safe on any thread. Raises Overloaded or Unavailable if other work
-        leaves no time for parsing.
+        Slow; safe on any thread. If parsing fails, the answer stays text, and a log event is
+        returned. Raises Overloaded or Unavailable if other work leaves no time for parsing.
         """
 
     def step(self, plan: StepPlan) -> StepResult:
-        """Change the batch as planned, then run a pass. Must run on the lane.
+        """Change the batch as planned, then run a pass.
 
-        A decode pass gives the next token of every running sequence. If a pass fails, its sequences
-        are prefilled again, which changes no answer. A sequence that fails even when it runs alone,
-        or that cannot join, ends with a delta that has the error.
+        Sequences of a failed pass are prefilled again. If a sequence fails alone, its delta has the
+        error.
         """
 
-    def synchronize(self) -> None:
-        """Wait until the device has finished its launched work. Must run on the lane."""
+    def synchronize(self) -> None: ...
 
     def self_test(self) -> Generator[Verdict]:
-        """Compare sequences in batches with the same sequences alone, one pass per step of the
-        generator. Must run on the lane.
-
-        Each step yields the verdict so far. In the last verdict, no field is unknown.
-        """
+        """Compare sequences in batches and alone; each step yields the verdict so far."""
 
     def time_step(self, rows: int) -> Generator[float | None]:
-        """Time a decode step of `rows` sequences, one pass per step of the generator. The last step
-        yields the seconds, and all earlier steps None. Must run on the lane.
-        """
+        """Time a decode step of `rows` sequences; the last step yields the seconds."""
 
     def apply_verdict(self, verdict: Verdict) -> None:
-        """Stop using the ways of running sequences that the verdict found wrong. Must run on the
-        lane.
-
-        An architecture that is not known to work in batches runs one sequence at a time until a
-        complete verdict is applied.
-        """
+        """Stop using the ways of running sequences that the verdict found wrong."""
 
     def probe(self) -> None:
-        """Prefill a fixed prompt, apart from all sequences and without compiling anything. Raises
-        the device's error if that fails. Must run on the lane.
-        """
+        """Prefill a fixed prompt without compiling anything. Raises the device's errors."""
 
     def routing_keys(self, adapter: int = 0) -> Sequence[bytes]:
         """Return the routing keys of the prompts in the prefix cache. Safe on any thread."""
 
-    def drop_adapter(self, number: int) -> None:
-        """Free an adapter and end its sequences. Must run on the lane."""
+    def drop_adapter(self, number: int) -> None: ...
 
     def nbytes(self) -> int:
         """Return the bytes held on the device: weights, KV and prefix cache."""
 
     def close(self) -> None:
-        """Free every array. Must run on the lane."""
+        """Free every array."""

@@ -11,26 +11,21 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 def refill(left: float, limit: int, seconds: float) -> float:
-    """Return the amount left after `seconds` of refilling, at a rate of `limit` per minute and up
-    to `limit`.
-    """
+    """Return the amount left after a refill for `seconds` at `limit` per minute, up to `limit`."""
     return min(limit, left + limit * seconds / MINUTE_S)
 
 
 def seconds_until(needed: float, left: float, limit: int) -> float:
-    """Return the seconds of refilling until `needed` is left; 0 if it is left now."""
+    """Return the seconds until `needed` is left; 0 if it is left now."""
     return max(0.0, needed - left) * MINUTE_S / limit
 
 
 @dataclass(slots=True)
 class Bucket:
-    """A token bucket: the amount left of one caller's limit. It starts full and refills evenly.
+    """A token bucket that starts full and refills evenly.
 
-    It may be overdrawn. The caller then has to wait until 1 is left again.
+    It may be overdrawn, because the tokens of an answer are known only at its end.
     """
-
-    # The bucket may be overdrawn, because the tokens of an answer are known only at its end. The
-    # caller's wait afterwards keeps the average within the limit.
 
     limit: int
     _left: float = field(init=False)
@@ -47,15 +42,12 @@ class Bucket:
         return self._left
 
     def take(self, amount: float) -> None:
-        """Take an amount, even if it overdraws the bucket."""
         self._left = self.left - amount
 
     def wait_s(self) -> float:
-        """Return the seconds until the next request is allowed; 0 if it is allowed now."""
         return seconds_until(1.0, self.left, self.limit)
 
     def reset_s(self) -> float:
-        """Return the seconds until the bucket is full again."""
         return seconds_until(self.limit, self.left, self.limit)
 
 
@@ -68,19 +60,17 @@ class Allowance:
 
     @property
     def is_unlimited(self) -> bool:
-        """Return True if nothing is limited."""
         return self.requests is None and self.tokens is None
 
 
 @dataclass(slots=True)
 class Accounts:
-    """Every caller's buckets, by the id of the API key. Callers without a key share None's."""
+    """Every caller's buckets by the id of the API key, which is None for callers without one."""
 
     allowance: Allowance
     _accounts: dict[str | None, dict[Kind, Bucket]] = field(default_factory=dict)
 
     def of(self, key_id: str | None) -> dict[Kind, Bucket]:
-        """Return a caller's buckets, one for each kind that is limited."""
         if key_id not in self._accounts:
             limits: dict[Kind, int | None] = {
                 "requests": self.allowance.requests,

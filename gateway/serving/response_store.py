@@ -1,7 +1,6 @@
-"""Keeps responses in memory, by owner, so that requests can name a `previous_response_id`.
+"""Keeps responses in memory, so that requests can name a `previous_response_id`.
 
-An owner is an API key, or None if there are no keys. No owner finds or evicts the responses of
-another. Safe on any thread.
+An owner of responses is an API key, or None if there are no keys.
 """
 
 import threading
@@ -14,7 +13,7 @@ from hashlib import sha256
 
 @dataclass(frozen=True, slots=True)
 class StoredImage:
-    """The text of an image, such as a data: URL. Each text is stored once per owner."""
+    """The text of an image, such as a data: URL."""
 
     text: str = field(compare=False, repr=False)
     digest: bytes
@@ -41,25 +40,21 @@ class StoredResponse:
 
     id: str
     body: bytes
-    # The whole conversation before this response's output, with the items of earlier responses.
+    # The conversation before this response's output, including earlier responses.
     context: Sequence[StoredItem]
     output: Sequence[StoredItem]
 
     @property
     def items(self) -> Sequence[StoredItem]:
-        """Return the items of the conversation up to the end of this response."""
         return (*self.context, *self.output)
 
     @property
     def images(self) -> Mapping[bytes, StoredImage]:
-        """Return the images of the conversation by their digests."""
         return {image.digest: image for item in self.context for image in item.images}
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of the JSON and of the images, each image once. Items that two responses
-        share count in both.
-        """
+        """Return the bytes of the JSON and of the images, each image once."""
         json = len(self.body) + sum(len(item.body) for item in self.items)
         return json + sum(image.nbytes for image in self.images.values())
 
@@ -70,14 +65,13 @@ class _Owned:
 
     responses: OrderedDict[str, tuple[float, StoredResponse]] = field(default_factory=OrderedDict)
     nbytes: int = 0
-    # Items by id. An item is listed once for each response that has it.
+    # Items by id, each as often as responses have it.
     items: dict[str, list[StoredItem]] = field(default_factory=dict)
-    # Images by digest, and the number of responses that have each image.
-    images: dict[bytes, StoredImage] = field(default_factory=dict)
+    images: dict[bytes, StoredImage] = field(default_factory=dict)  # by digest
     uses: Counter[bytes] = field(default_factory=Counter)
 
     def growth(self, response: StoredResponse) -> int:
-        """Return the bytes that a response adds: without images that other responses have too."""
+        """Return the bytes that a response adds, without images that are stored already."""
         shared = self.images.keys() & response.images.keys()
         return response.nbytes - sum(self.images[digest].nbytes for digest in shared)
 
@@ -106,7 +100,6 @@ class _Owned:
                 del self.items[item.id]
 
     def _shared(self, item: StoredItem) -> StoredItem:
-        """Return a copy of an item that refers to the images that are stored already."""
         if not item.images:
             return item
         return replace(item, images=[self.images[image.digest] for image in item.images])
@@ -116,8 +109,9 @@ class _Owned:
 
 
 class ResponseStore:
-    """A store of at most `max_responses` responses and `max_bytes` for each owner, for `ttl_s`
-    seconds. If `max_responses` is 0, nothing is kept.
+    """A store of at most `max_responses` and `max_bytes` for each owner, for `ttl_s` seconds.
+
+    Safe on any thread.
     """
 
     def __init__(
@@ -137,12 +131,10 @@ class ResponseStore:
 
     @property
     def is_on(self) -> bool:
-        """Return True if responses are kept."""
         return self._max_responses > 0
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of all kept responses."""
         with self._lock:
             return sum(owned.nbytes for owned in self._by_owner.values())
 
@@ -151,12 +143,11 @@ class ResponseStore:
             return sum(len(owned.responses) for owned in self._by_owner.values())
 
     def keep(self, owner: str | None, response: StoredResponse) -> bool:
-        """Keep a response. Return False if the store is off or the response exceeds `max_bytes`."""
+        """Keep a response if possible, and evict the owner's oldest ones if necessary."""
         with self._lock:
             self.expire()
             if not self.is_on or response.nbytes > self._max_bytes:
                 return False
-            # A new response evicts the oldest ones of the same owner, and of no other.
             owned = self._by_owner.setdefault(owner, _Owned())
             while (
                 len(owned.responses) >= self._max_responses
@@ -167,7 +158,6 @@ class ResponseStore:
             return True
 
     def find(self, owner: str | None, response_id: str) -> StoredResponse | None:
-        """Return an owner's response, if it is still kept."""
         with self._lock:
             self.expire()
             owned = self._by_owner.get(owner, _Owned())
@@ -176,7 +166,7 @@ class ResponseStore:
             return owned.responses[response_id][1]
 
     def item(self, owner: str | None, item_id: str) -> StoredItem | None:
-        """Return an item of any of an owner's responses; if several have this id, the newest."""
+        """Return the newest item of an owner that has this id."""
         with self._lock:
             self.expire()
             owned = self._by_owner.get(owner, _Owned())
@@ -185,7 +175,6 @@ class ResponseStore:
             return owned.items[item_id][-1]
 
     def delete(self, owner: str | None, response_id: str) -> bool:
-        """Delete a response; return False if there is none."""
         with self._lock:
             if self.find(owner, response_id) is None:
                 return False
@@ -193,7 +182,6 @@ class ResponseStore:
             return True
 
     def expire(self) -> None:
-        """Delete the responses that have expired."""
         with self._lock:
             for owned, response_id in list(self._expired(self._now())):
                 owned.remove(response_id)

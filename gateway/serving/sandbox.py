@@ -1,9 +1,6 @@
 """Processes for untrusted work, which may take too long, use too much memory or crash.
 
-Native code can neither be stopped nor kept from overflowing the stack, and a template is a program.
-So such work runs in separate processes, spawned and never forked (MLX does not survive a fork). A
-process is kept for further work, but killed at a limit of processor time, memory or waiting, and
-then replaced at once.
+The processes are spawned, because MLX does not survive a fork.
 """
 
 import contextlib
@@ -30,16 +27,16 @@ End: TypeAlias = Literal["late", "died"]
 
 READY: Final = 2  # processes kept ready, since the imports of one take one to two seconds
 WAITS: Final = 6  # work may take this many times its processor time, since the machine may be busy
-WAIT_S: Final = 30.0  # longest wait for earlier calls, each of which takes `quick_s` at most
-START_S: Final = 60.0  # most seconds that a process's imports may take
+WAIT_S: Final = 30.0
+START_S: Final = 60.0
 POLL_S: Final = 0.1  # seconds between checks of memory, if the system does not limit it
-MOST_KEPT: Final = 1024  # most remembered keys of work that was killed
-LATE_LASTS_S: Final = 600.0  # `late` is forgotten after this, as the machine may have been slow
+MOST_KEPT: Final = 1024
+LATE_LASTS_S: Final = 600.0  # `late` is forgotten after this, since the machine may have been slow
 GRACE_S: Final = 1.0
-CROSS_S: Final = 10.0  # seconds for sending a file or pixels; megabytes take milliseconds
+CROSS_S: Final = 10.0
 MOST_BYTES: Final = 1 << 16  # most bytes of an answer, besides the text that its request allows
-CHAR_BYTES: Final = 12  # most bytes of a character: ASCII JSON writes some as two escapes
-# The environment variables that a process is given. It needs no others, above all no keys.
+CHAR_BYTES: Final = 12  # most bytes of a character, since JSON writes some as two escapes
+# The environment variables that a process is given, which include no keys.
 PASSED: Final = re.compile(
     "PATH|HOME|TMPDIR|LANG|LC_.*|PYTHONPATH|VIRTUAL_ENV|LD_LIBRARY_PATH|DYLD_.*|SYSTEMROOT"
 )
@@ -48,16 +45,10 @@ LATE: Final = "late"
 
 
 class Sandbox:
-    """Runs requests in its processes. A context manager: exiting it ends the processes. None starts
-    before `warm` or the first call.
-
-    A sandbox may be called from any worker thread.
+    """A context manager that runs requests in processes until exit. Safe on any worker thread.
 
     `command` is passed a connection's file descriptor; engine/sandbox_worker.py has the protocol.
-    Calls run one after another. A call that takes longer than `quick_s` continues in its process,
-    while another process serves the next call. Only one call may do so: a second slow one fails as
-    `busy`. Work may take `timeout_s` of processor time, within `wait_s`. The key of work that takes
-    more processor time, or makes its process die, is remembered, and the work is not tried again.
+    One call that takes longer than `quick_s` may go on in its process while others are served.
     """
 
     def __init__(
@@ -83,17 +74,11 @@ class Sandbox:
         self._killed: OrderedDict[bytes, tuple[End, str, float]] = OrderedDict()
 
     def __call__(self, request: Mapping[str, Any], key: bytes) -> Outcome:
-        """Run a request and return the outcome. If earlier work with this key was `late` or `died`,
-        that outcome is returned instead.
+        """Run a request and return the outcome, or the remembered `late` or `died` of its key.
 
-        The outcome is `busy` if other calls took all the time, `late` if the request took too much
-        processor time, `died` if its process died, `slow` if it waited too long for a processor,
-        and `killed` if the system ended its process twice: a system short of memory ends these
-        processes first. `slow` and `killed` are not due to the request, and not remembered. The
-        content of a request never makes this method raise.
-
-        A request's `data` is the bytes of a file. Its `answer_bytes` is the number of bytes that
-        the answer's value must have, if the value is bytes.
+        `busy`: other calls took all the time. `late`: the request took over `timeout_s` of
+        processor time. `died`: its process died. `slow`: it waited for a processor for too long.
+        `killed`: the system ended its process twice, maybe for lack of memory.
         """
         outcome = self._call(request, key)
         if outcome[0] == KILLED and not self._is_closed:
@@ -124,7 +109,7 @@ class Sandbox:
                     outcome = self._attempt(process, None, ends_at - time.monotonic())
                 finally:
                     self._slow.release()
-            else:  # the work may still be quick: a busy machine may have delayed it
+            else:  # the work may still be quick, since a busy machine may have delayed it
                 outcome = self._attempt(process, None, self._quick_s)
                 if outcome is None:
                     self._discard(process)
@@ -146,9 +131,7 @@ class Sandbox:
     def _attempt(
         self, process: "_Process", request: Mapping[str, Any] | None, seconds: float
     ) -> Outcome | None:
-        """Send a request, or with None go on waiting for an answer. Return the outcome, or None if
-        it takes longer than `seconds`.
-        """
+        """Send a request, unless it is None; return the outcome, or None after `seconds`."""
         try:
             return process.ask(request, seconds, watch_memory=not self._is_memory_bounded)
         except MemoryError:
@@ -160,11 +143,11 @@ class Sandbox:
 
     def _take(self) -> "_Process":
         with self._lock:
-            while self._idle and not self._idle[-1].is_alive:  # the system may have ended it
+            while self._idle and not self._idle[-1].is_alive:
                 self._idle.pop().kill()
             process = self._idle.pop() if self._idle else _Process(self._command)
             self._busy.add(process)
-        with contextlib.suppress(OSError, EOFError):  # sending the request will raise this again
+        with contextlib.suppress(OSError, EOFError):
             process.wait_ready()
         return process
 
@@ -204,13 +187,11 @@ class Sandbox:
             return end, why
 
     def _replenish(self) -> None:
-        """Start processes until READY of them are idle or busy. Busy ones will be idle again."""
-        # No more are started: each start takes a second or two of processor time from busy ones.
+        # Busy processes count too, since starting more would take processor time from them.
         while len(self._idle) + len(self._busy) < READY and not self._is_closed:
             self._idle.insert(0, _Process(self._command))
 
     def warm(self) -> None:
-        """Start processes now, so that the first call need not wait for their imports."""
         with self._lock:
             self._replenish()
 
@@ -224,12 +205,12 @@ class Sandbox:
             self._is_closed = True
             while self._idle:
                 self._idle.pop().kill()
-            for process in self._busy:  # their calls return `killed`
+            for process in self._busy:
                 process.end()
 
 
 class _Process:
-    """A process of a sandbox, and the gateway's end of the connection to it."""
+    """A process of a sandbox, and the connection to it."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self._connection, other_end = multiprocessing.Pipe()
@@ -238,13 +219,13 @@ class _Process:
             descriptor = other_end.fileno()
             self._process = subprocess.Popen(
                 [*command[:-1], str(descriptor), command[-1]],
-                pass_fds=[descriptor],  # no others: the child must not keep listening sockets open
+                pass_fds=[descriptor],  # the child must not keep listening sockets open
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 env={**passed, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
             )
-        # This thread reaps the process however it ends, since no later call may notice that.
+        # This thread reaps the process even if no later call notices that it has ended.
         threading.Thread(target=self._process.wait, name="reaper", daemon=True).start()
         self._max_bytes: int | None = None
         self._max_answer = MOST_BYTES
@@ -254,15 +235,13 @@ class _Process:
 
     @property
     def is_alive(self) -> bool:
-        """Return False if the process has ended."""
         return self._process.poll() is None
 
     def wait_ready(self) -> None:
-        """Wait until the process has imported its modules."""
         if self._is_ready:
             return
         if not self._connection.poll(START_S):
-            self.kill()  # the next request finds that the process is gone
+            self.kill()
             return
         self._connection.recv_bytes(MOST_BYTES)
         self._is_ready = True
@@ -270,8 +249,7 @@ class _Process:
     def ask(
         self, request: Mapping[str, Any] | None, seconds: float, *, watch_memory: bool
     ) -> Outcome | None:
-        """Send a request unless it is None, and wait for the answer. Return None if that takes
-        longer than `seconds`.
+        """Send a request, unless it is None. Return the answer, or None after `seconds`.
 
         Raises OSError or EOFError if the process died, ValueError or RecursionError if its answer
         is invalid, and, with `watch_memory`, MemoryError if it holds more than the request allows.
@@ -284,7 +262,7 @@ class _Process:
             self._send(request)
         if not self._has_answer(ends_at):
             return None
-        # JSON is data: nothing that the process sends can run here.
+        # JSON is read because a pickle from the process could run code here.
         match json.loads(self._connection.recv_bytes(self._max_answer)):
             case [str(name), value, bool(is_spent)]:
                 self.is_spent = is_spent
@@ -298,7 +276,6 @@ class _Process:
         raise ValueError("the answer is invalid")
 
     def _send(self, request: Mapping[str, Any]) -> None:
-        """Send a request and, as a separate message, the file that belongs to it."""
         data = request.get("data")
         sized = request if data is None else {**request, "data": len(data)}
         with self._crossing() if data else contextlib.nullcontext():
@@ -308,7 +285,7 @@ class _Process:
 
     @contextlib.contextmanager
     def _crossing(self) -> Iterator[None]:
-        """End the process unless the body, which sends or receives a message, ends in CROSS_S."""
+        """End the process unless the body sends or receives a message within CROSS_S."""
         timer = threading.Timer(CROSS_S, self.end)
         timer.start()
         try:
@@ -317,7 +294,6 @@ class _Process:
             timer.cancel()
 
     def _has_answer(self, ends_at: float) -> bool:
-        """Wait until `ends_at` for the answer to begin."""
         while True:
             left = max(0.0, ends_at - time.monotonic())
             if self._max_bytes is None:
@@ -330,9 +306,7 @@ class _Process:
                 return False
 
     def ending(self) -> Outcome:
-        """Return how the process ended."""
-        # SIGKILL comes from the system: work that exceeds its limits of memory and time, or that
-        # crashes, ends the process in other ways.
+        # Only the system sends SIGKILL here; exceeded limits and crashes end a process otherwise.
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(GRACE_S)
         code = self._process.returncode
@@ -345,13 +319,10 @@ class _Process:
         return "died", "it ended the process that tried it"
 
     def end(self) -> None:
-        """Send SIGKILL."""
         self._process.kill()
 
     def kill(self) -> None:
-        """Send SIGKILL, close the connection, and wait until the process has ended. No call may be
-        waiting for an answer.
-        """
+        """Kill the process and close its connection. No call may be waiting for an answer."""
         self._process.kill()
         self._connection.close()
         self._process.wait()
@@ -359,7 +330,7 @@ class _Process:
 
 def resident_bytes(pid: int) -> int:
     """Return a process's resident memory, as `ps` reports it; 0 if it has ended."""
-    # This is for macOS, which does not enforce RLIMIT_AS.
+    # macOS needs this, since it does not enforce RLIMIT_AS.
     command = ["ps", "-o", "rss=", "-p", str(pid)]
     output = subprocess.run(command, capture_output=True, check=False).stdout
     return 1024 * int(output or 0)

@@ -1,8 +1,4 @@
-"""Thread pools for work that would block the event loop, and `tokenize`, which uses them.
-
-The work is parsing bodies, tokenizing, rendering templates, compiling grammars, and describing
-models and the API. Each kind of work has its own threads, and so do long and short work.
-"""
+"""Thread pools for work that would block the event loop, and `tokenize`, which uses them."""
 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,7 +26,7 @@ Kind: TypeAlias = Literal[
     "descriptions",
 ]
 THREADS: Final[dict[Kind, int]] = {
-    # One thread each: parsing holds the GIL, so more threads would slow the event loop.
+    # One thread each, since parsing holds the GIL and would slow the event loop.
     "bodies": 1,
     "large bodies": 1,
     "short texts": 2,
@@ -43,24 +39,21 @@ THREADS: Final[dict[Kind, int]] = {
     "readings": 1,
     "descriptions": 1,
 }
-# Kinds of work that may never end, depending on patterns in a model's files.
+# Kinds of work that may never end, because of patterns in a model's files.
 OWN: Final[frozenset[Kind]] = frozenset(
     {"short texts", "long texts", "short prompts", "long prompts", "image prompts", "readings"}
 )
-# A single text up to this length is tokenized on the event loop: that takes 20 µs, and a hop to a
-# thread 300 µs.
+# Most characters of a text that is tokenized on the event loop, in 20 µs; a thread takes 300 µs.
 SHORT_CHARS: Final = 1000
-LONG_CHARS: Final = 1 << 16  # a request with more characters is long work
-# Characters that one call tokenizes, in about 0.1 s. A longer text is not divided.
-SLICE_CHARS: Final = 1 << 17
+LONG_CHARS: Final = 1 << 16
+SLICE_CHARS: Final = 1 << 17  # characters that one call tokenizes, in about 0.1 s
 
 
 class ThreadPools:
-    """The thread pools for all kinds of work. A context manager: at exit, queued calls are dropped,
-    and running calls are not waited for. A call that is cancelled while queued is dropped too.
+    """The thread pools for all kinds of work. A context manager: at exit, queued calls are dropped.
 
-    Each model has pools, which share the threads of `others` except for the kinds in OWN: a
-    tokenizer that never ends must not block other models.
+    A model's pools share the threads of `others`, except for the kinds in OWN, because a tokenizer
+    that never ends must not block other models.
     """
 
     def __init__(self, others: "ThreadPools | None" = None) -> None:
@@ -75,20 +68,18 @@ class ThreadPools:
     async def run(
         self, function: Callable[[*Ts], T], *args: *Ts, kind: Kind = "short prompts"
     ) -> T:
-        """Call a function on a thread for `kind`, and return its result."""
         return await asyncio.get_running_loop().run_in_executor(
             self._threads[kind], raise_panics(function), *args
         )
 
     async def compile(self, function: Callable[[*Ts], T], *args: *Ts) -> T:
-        """Call a function on a thread for grammars, and return its result."""
         return await self.run(function, *args, kind="grammars")
 
     def __enter__(self) -> "ThreadPools":
         return self
 
     def __exit__(self, *_: object) -> None:
-        # Running calls are not waited for: one that hangs would keep the gateway from exiting.
+        # A running call is not waited for, since it may hang.
         for threads in self._own.values():
             threads.shutdown(wait=False, cancel_futures=True)
 
@@ -106,10 +97,7 @@ def prompt_kind(job: GenerateJob) -> Kind:
 
 
 def _is_longer(most_chars: int, values: list[Any]) -> bool:
-    """Return True if nested values have more than `most_chars` characters.
-
-    A value that isn't text counts as one character.
-    """
+    """Return True if nested values have more than `most_chars` characters in all."""
     chars = 0
     while values and chars <= most_chars:
         value = values.pop()
@@ -125,7 +113,6 @@ def _is_longer(most_chars: int, values: list[Any]) -> bool:
 
 
 def texts_kind(chars: int) -> Kind:
-    """Return the kind of thread that should tokenize texts of `chars` characters in all."""
     if chars > LONG_CHARS:
         return "long texts"
     return "short texts"
@@ -140,14 +127,13 @@ async def tokenize(
 ) -> list[TokenIds]:
     """Return each text's token ids.
 
-    A single short text is tokenized on the event loop, unless the tokenizer `has_patterns` from the
-    model's files, which may be slow. Other texts are tokenized on a thread, slice by slice, in turn
-    with the slices of other requests.
+    A single short text is tokenized on the event loop, unless the tokenizer `has_patterns`, which
+    may be slow.
     """
     if len(texts) == 1 and len(texts[0]) <= SHORT_CHARS and not has_patterns:
         return list(encode(texts))
     kind = texts_kind(sum(map(len, texts)))
-    # Each slice is queued behind those of other requests, so that long requests take turns.
+    # Each slice is queued behind other requests' slices, so that long requests take turns.
     rows: list[TokenIds] = []
     for part in _slices(texts):
         rows += await pool.run(encode, part, kind=kind)
@@ -155,7 +141,7 @@ async def tokenize(
 
 
 def _slices(texts: Sequence[str]) -> Iterator[list[str]]:
-    """Yield the texts in lists of up to SLICE_CHARS. A longer text has a list for itself."""
+    """Yield the texts in lists of up to SLICE_CHARS; a longer text has its own list."""
     part: list[str] = []
     chars = 0
     for text in texts:

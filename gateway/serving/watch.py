@@ -1,7 +1,4 @@
-"""Watches the lane and the event loop from a separate thread, which neither of them can block.
-
-Only a call that holds the GIL blocks the watching thread too. Then /health does not answer either.
-"""
+"""Watches the lane and the event loop from a separate thread, which neither can block."""
 
 import asyncio
 import contextlib
@@ -20,8 +17,8 @@ log = logs.get("watch")
 Status = Literal["ok", "stalled", "dead"]
 
 STATUS_OF_A_STALL = 70  # EX_SOFTWARE of sysexits.h
-GRACE_S = 1.0  # seconds for errors to be sent, before the process exits
-TIMES_THE_USUAL = 4.0  # a call may take this many times its usual time, even beyond the limit
+GRACE_S = 1.0  # seconds for sending errors before the process exits
+TIMES_THE_USUAL = 4.0  # a call may take this many times its usual time, even beyond its limit
 CHECKS_PER_LIMIT = 20
 MOST_BETWEEN_CHECKS_S = 1.0
 
@@ -34,11 +31,7 @@ class StallLimits:
     load_s: float  # for a load, or for a call with a new shape
 
     def is_over(self, beat: Beat | None, seconds: float) -> bool:
-        """Return True if a beat that has not changed for `seconds` means that the lane has stalled.
-
-        Without a beat, the lane is idle and has not stalled. A call may take longer than `call_s`
-        if earlier calls with the same shape did, such as large batches on a slow device.
-        """
+        """Return True if a beat that has not changed for `seconds` means a stall."""
         if beat is None:
             return False
         if beat.usual_s is None:
@@ -47,20 +40,20 @@ class StallLimits:
 
 
 class BeatAge:
-    """Measures for how long the lane's beat has not changed, as of the last check."""
+    """The time for which the lane's beat has not changed."""
 
     def __init__(self) -> None:
         self._beat: Beat | None = None
         self._seconds = 0.0
 
     def update(self, seconds: float, beat: Beat | None) -> float:
-        """Note the beat that was read `seconds` after the last check, and return the beat's age."""
+        """Note the beat that was read `seconds` after the last check, and return its age."""
         self._seconds = self._seconds + seconds if beat is self._beat else 0.0
         self._beat = beat
         return self._seconds
 
     def of(self, beat: Beat | None) -> float:
-        """Return the age of a beat; 0 for None and for a beat newer than the last check."""
+        """Return the age of a beat; 0 if it is newer than the last check."""
         if beat is None or beat is not self._beat:
             return 0.0
         return self._seconds
@@ -69,10 +62,9 @@ class BeatAge:
 class Watch:
     """A context manager that checks the lane and the current event loop until exit.
 
-    When the lane or the loop stalls, the lane dies, the device is lost, or `lost` returns a text,
-    which describes another failed part, the stacks of all threads are written to stderr. Then, if
-    `exit_process` is given, `on_stall` is called on the loop and, GRACE_S later, `exit_process` on
-    the watch's thread with the exit status: a stuck call ends only with the process.
+    It writes the stacks of all threads to stderr if the lane or the loop stalls, the lane dies, the
+    device is lost, or `lost` returns a text about another failed part. Then it calls `on_stall` on
+    the loop, and `exit_process` on the watching thread.
     """
 
     def __init__(
@@ -102,7 +94,6 @@ class Watch:
 
     @property
     def status(self) -> Status:
-        """Return the status: `dead` as soon as that is known, `stalled` once a limit is over."""
         if self._is_dead:
             return "dead"
         return self._status
@@ -117,7 +108,6 @@ class Watch:
 
     @property
     def beat_age_s(self) -> float:
-        """Return the seconds without progress on the lane's thread, as of the last check."""
         return self._beat_age.of(self._lane.beat)
 
     def _run(self) -> None:
@@ -153,9 +143,7 @@ class Watch:
             self._exit(self._exit_process)
 
     def _has_loop_stalled(self, seconds: float) -> bool:
-        """Return True if the loop has run nothing for longer than a call may take."""
-        # One cause: up to CPython 3.13, `Thread.start` never returns if memory runs out while the
-        # thread begins, and most threads are started on the loop.
+        # `Thread.start` may hang the loop: up to CPython 3.13 it never returns if memory runs out.
         if self._loop_has_turned.is_set():
             self._loop_stuck_s = 0.0
             self._loop_has_turned.clear()

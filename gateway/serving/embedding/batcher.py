@@ -1,7 +1,4 @@
-"""Computes vectors of texts, and scores from their cosines, in passes that requests share.
-
-Vectors are cached. Texts get the model's prompts; texts that are too long are refused or cut.
-"""
+"""Computes vectors of texts, and scores from their cosines, in passes that requests share."""
 
 import hashlib
 from collections import OrderedDict
@@ -30,7 +27,7 @@ Vector = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class TextVector:
-    """A text's vector, (dimensions,), its number of tokens, and whether the text was truncated."""
+    """A text's vector, (dimensions,), and its number of tokens."""
 
     vector: Vector
     tokens: int
@@ -38,10 +35,7 @@ class TextVector:
 
 
 class EmbeddingCache:
-    """An LRU cache of at most `size` vectors.
-
-    The key is a digest of the text with its prompt, and of the caller's salt of up to 16 bytes.
-    """
+    """An LRU cache of at most `size` vectors, by digests of a text and a salt."""
 
     def __init__(self, model: str, size: int) -> None:
         self._size = size
@@ -50,7 +44,6 @@ class EmbeddingCache:
         self._misses = metrics.of(metrics.EMBEDDING_CACHE, model, "miss")
 
     def resize(self, size: int) -> None:
-        """Change the size, and evict vectors beyond it."""
         self._size = size
         while len(self._vectors) > size:
             self._vectors.popitem(last=False)
@@ -69,11 +62,10 @@ class EmbeddingCache:
         return vector
 
     def put(self, text: str, salt: str, vector: TextVector) -> None:
-        """Keep a text's vector, evicting the least recently used one if full."""
         if not self._size:
             return
         key = _digest(text, salt)
-        # The vector is a view of the whole request's array: only a copy lets that array be freed.
+        # The copy lets the whole request's array, of which the vector is a view, be freed.
         self._vectors[key] = replace(vector, vector=vector.vector.copy())
         self._vectors.move_to_end(key)
         if len(self._vectors) > self._size:
@@ -100,29 +92,25 @@ class EmbeddingBatcher(RowBatcher[TokenIds]):
         arrivals: Arrivals | None = None,
     ) -> None:
         super().__init__(name, engine.embed, engine.probe, lane, limits, arrivals)
-        self.engine = engine  # public: callers read the engine's facts about the model
+        self.engine = engine
         self._pool = pool
         self._cache = EmbeddingCache(name, limits.cache_size)
 
     def adopt(self, limits: EmbeddingLimits) -> None:
-        """Apply new limits, including to waiting requests."""
         super().adopt(limits)
         self._cache.resize(limits.cache_size)
 
     async def embed(self, job: EmbedJob, arrival: Arrival | None = None) -> Embedded:
         """Return a vector for every input, in order. `arrival` ends once the inputs are queued.
 
-        Raises Overloaded if the queue is full, ContextLengthExceeded for an input that is too long,
-        DeadlineExceeded, and EngineFailed if the model fails or a vector is not finite.
+        Raises Overloaded, ContextLengthExceeded, DeadlineExceeded, and EngineFailed.
         """
         async with self._begin(job.caller, arrival) as expected:
             return await self._embed(job, add_prompts(self.engine, self._name, job), expected)
 
     async def rerank(self, job: RerankJob, arrival: Arrival | None = None) -> Reranked:
-        """Return a score for each document: (1 + c) / 2, where c is the cosine of the document's
-        and the query's vectors, or c itself if the job `is_raw`.
+        """Return a score for each document: (1 + cosine) / 2, or the cosine if `is_raw`.
 
-        The model's prompts for queries and documents, if it has any, are put before the texts.
         Raises the errors of `embed`.
         """
         query_prompt = find_prompt(self.engine, QUERY_PROMPTS, job.prompt_name)
@@ -184,7 +172,6 @@ class EmbeddingBatcher(RowBatcher[TokenIds]):
     async def _compute_texts(
         self, job: EmbedJob, texts: Sequence[str], arrival: Arrival
     ) -> list[TextVector]:
-        """Compute the vectors of the texts or, if there are none, of the job's token ids."""
         rows = await self._tokenize(job, texts)
         rows, truncated = fit_to_context(self.engine, rows, truncate=job.truncate)
         vectors = await self._queue(rows, job.caller.timings, arrival)
@@ -206,8 +193,7 @@ class EmbeddingBatcher(RowBatcher[TokenIds]):
 
 
 def add_prompts(engine: EmbeddingEngine, model: str, job: EmbedJob) -> list[str]:
-    """Return the job's texts, each preceded by the prompt that the job names, or else the model's
-    default prompt.
+    """Return the job's texts, each after the job's prompt or the model's default prompt.
 
     Raises BadRequest for a prompt that the model does not have.
     """
@@ -227,9 +213,7 @@ DOCUMENT_PROMPTS: Final = ("document", "passage")  # the names in Qwen3's and e5
 
 
 def find_prompt(engine: EmbeddingEngine, names: Sequence[str], default: str | None) -> str:
-    """Return the text of a prompt: the first that the model has of `names`, then of `default`, then
-    the model's default prompt; or an empty text if it has none of these.
-    """
+    """Return the first known prompt of `names`, `default` and the model's default, or no text."""
     for name in (*names, default, engine.default_prompt_name):
         if name is not None and name in engine.prompts:
             return engine.prompts[name]
@@ -237,10 +221,7 @@ def find_prompt(engine: EmbeddingEngine, names: Sequence[str], default: str | No
 
 
 def cosines(queries: Vectors, documents: Vectors) -> npt.NDArray[np.float64]:
-    """Return the cosine between each document's vector and its query's, (documents,).
-
-    `queries` has one row for all documents, or one row per document.
-    """
+    """Return the cosine of each document with its query, or with the only query, (documents,)."""
     ones, document_rows = queries.astype(np.float64), documents.astype(np.float64)
     lengths = np.linalg.norm(ones, axis=1) * np.linalg.norm(document_rows, axis=1)
     cosines: npt.NDArray[np.float64] = (ones * document_rows).sum(axis=1) / np.where(
@@ -262,9 +243,9 @@ def check_ids(engine: EmbeddingEngine, model: str, rows: Sequence[TokenIds]) -> 
 def fit_to_context(
     engine: EmbeddingEngine, rows: list[TokenIds], *, truncate: bool
 ) -> tuple[list[TokenIds], set[int]]:
-    """Truncate rows that are too long. Return all rows, and the indices of the truncated rows.
+    """Return the rows, and the indices of the rows that had to be truncated.
 
-    Unless `truncate`, raises ContextLengthExceeded for a row that is too long.
+    Without `truncate`, raises ContextLengthExceeded for a row that is too long.
     """
     limit = engine.max_tokens
     over = [index for index, row in enumerate(rows) if len(row) > limit]

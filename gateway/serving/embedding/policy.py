@@ -1,4 +1,4 @@
-"""Pure functions that decide which inputs share a pass, and how long a pass waits for more."""
+"""Decides which inputs share a pass, and how long a pass waits for more inputs."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -18,29 +18,25 @@ class Windows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingLimits:
-    """The limits of a pass, of its wait for more inputs, and of the queue."""
+    """The limits of a pass, its wait for more inputs, and the queue."""
 
     max_batch_size: int
     max_batch_tokens: int
     batch_window_s: float
     min_batch_size: int = 1
     batch_deadline_s: float = 0.1  # most seconds that an input waits for other inputs
-    # Windows that depend on the load; if given, they replace `batch_window_s`.
-    windows: Windows | None = None
+    windows: Windows | None = None  # used instead of `batch_window_s`
     queue_max_tokens: int = NO_BOUND
-    cache_size: int = 0  # most vectors in the cache
-    # The most seconds that a pass should take: its tokens are bounded accordingly.
-    pass_limit_s: float = 0.25
+    cache_size: int = 0
+    pass_limit_s: float = 0.25  # most seconds that a pass should take
 
 
 def take_batch(lengths: Sequence[Sequence[int]], max_rows: int, max_tokens: int) -> list[int]:
     """Return how many of each request's next inputs share the next padded batch.
 
-    `lengths` has a list for each request, oldest first: the lengths of the request's inputs in
-    tokens, in the order in which they are to be taken. Requests take turns, one input each, so that
-    a huge request leaves room for small ones. The tokens of a padded batch are the length of its
-    longest row times the number of rows. The first input of the oldest request is always taken,
-    even if it exceeds `max_tokens`, since it would never be served otherwise.
+    `lengths` has the inputs' lengths in tokens for each request, oldest request first, shortest
+    input first. Requests take turns, one input each. The first input of the oldest request is
+    always taken, since otherwise it might never be served.
     """
     counts = [0] * len(lengths)
     rows = longest = 0
@@ -49,7 +45,7 @@ def take_batch(lengths: Sequence[Sequence[int]], max_rows: int, max_tokens: int)
         request = turns.popleft()
         length = lengths[request][counts[request]]
         if rows and max(longest, length) * (rows + 1) > max_tokens:
-            continue  # the request's further inputs are at least as long, so none fits
+            continue  # the request's further inputs are at least as long
         longest = max(longest, length)
         rows += 1
         counts[request] += 1
@@ -59,10 +55,7 @@ def take_batch(lengths: Sequence[Sequence[int]], max_rows: int, max_tokens: int)
 
 
 def window(load: int, limits: EmbeddingLimits) -> float:
-    """Return the seconds of the window when `load` requests are waiting or on their way.
-
-    The load is low below a quarter of a full batch, and high from a full batch on.
-    """
+    """Return the seconds to wait for more inputs while `load` requests are waiting or arriving."""
     if limits.windows is None:
         return limits.batch_window_s
     if 4 * load < limits.max_batch_size:
@@ -80,17 +73,11 @@ def patience(
     *,
     newest_age_s: float | None,
 ) -> float:
-    """Return how many more seconds the `rows` waiting inputs, of which the oldest has waited for
-    `age_s`, should wait for other inputs.
+    """Return how many more seconds the `rows` waiting inputs should wait for other inputs.
 
-    `newest_age_s` is the age of the newest request that is on its way to the queue, or None. There
-    are four cases:
-    1. The batch is full: 0.
-    2. The batch is below the minimum size: the rest of the window or of the deadline, whichever is
-       shorter.
-    3. No request is on its way: 0, the fast path.
-    4. A request is on its way: as in case 2, but at most until the request has been on its way for
-       a window, so that no pass waits for a slow client.
+    The oldest input has waited for `age_s`, and the newest arriving request is `newest_age_s` old.
+    A batch of the minimum size waits at most a window for that request, since its client may be
+    slow.
     """
     if rows >= limits.max_batch_size or limits.max_batch_size == 1:
         return 0.0

@@ -37,15 +37,13 @@ class RerankBatcher(RowBatcher[Pair]):
         arrivals: Arrivals | None = None,
     ) -> None:
         super().__init__(name, self._score, engine.probe, lane, limits, arrivals)
-        self.engine = engine  # public: callers read the engine's facts about the model
+        self.engine = engine
         self._pool = pool
 
     async def rerank(self, job: RerankJob, arrival: Arrival | None = None) -> Reranked:
         """Return a score for every document, in order. `arrival` ends once the pairs are queued.
 
-        Raises Overloaded if the queue is full, ContextLengthExceeded for a query that is too long
-        (or, unless the job has `truncate`, a document), DeadlineExceeded, and EngineFailed if the
-        model fails or a score is not finite.
+        Raises Overloaded, ContextLengthExceeded, DeadlineExceeded, and EngineFailed.
         """
         timings = job.caller.timings
         async with self._begin(job.caller, arrival) as expected:
@@ -59,7 +57,7 @@ class RerankBatcher(RowBatcher[Pair]):
         return Reranked(relevance(logits, is_raw=job.is_raw), tokens, truncated)
 
     async def _encode(self, part: Part, job: RerankJob) -> list[Pair]:
-        """Tokenize queries, each with its documents: short texts at once, others on a thread."""
+        """Tokenize queries with their documents, on a thread unless the texts are short."""
 
         def encode() -> list[Pair]:
             return [
@@ -86,7 +84,6 @@ class RerankBatcher(RowBatcher[Pair]):
             raise ContextLengthExceeded(limit, tokens, noun="documents", part="documents")
 
     def _score(self, pairs: Sequence[Pair]) -> Vectors:
-        """Return the pairs' logits. Raises EngineFailed if one is not finite. Runs on the lane."""
         logits = self.engine.score(pairs)
         if not np.isfinite(logits).all():
             raise EngineFailed(self._name, "a score is not finite.")
@@ -94,9 +91,7 @@ class RerankBatcher(RowBatcher[Pair]):
 
 
 def _slices(job: RerankJob) -> Iterator[Part]:
-    """Yield the job's pairs in slices of about SLICE_CHARS. A slice is a list of queries, each with
-    its documents.
-    """
+    """Yield the job's queries, each with its documents, in slices of about SLICE_CHARS."""
     pairs = zip(job.queries or repeat(job.query), job.documents)  # noqa: B905
     part: dict[int, tuple[str, list[str]]] = {}
     chars = 0
@@ -110,10 +105,10 @@ def _slices(job: RerankJob) -> Iterator[Part]:
 
 
 def relevance(logits: Vectors, *, is_raw: bool) -> npt.NDArray[np.float64]:
-    """Return each row's probability of relevance, (rows,), or the log-odds of it if `is_raw`.
+    """Return each row's probability of relevance, (rows,), or its log-odds if `is_raw`.
 
-    The last label stands for relevance. With several labels, the probability is that label's in a
-    softmax, as in llama.cpp with two labels. vLLM and sentence-transformers support only one label.
+    The last label stands for relevance, as in llama.cpp with two labels. With several labels, the
+    probability is that label's in a softmax.
     """
     odds = logits[:, -1].astype(np.float64)
     if logits.shape[1] > 1:

@@ -22,9 +22,7 @@ log = logs.get("embedding")
 
 
 class RowRequest(Generic[R]):
-    """The rows of one request and their results. Short rows are computed first, which keeps padding
-    low.
-    """
+    """The rows of one request and their results. Short rows are first, which keeps padding low."""
 
     def __init__(self, rows: Sequence[R], timings: Timings) -> None:
         self.arrived = clock.now()
@@ -38,38 +36,32 @@ class RowRequest(Generic[R]):
         self._array: Vectors | None = None
         self._inferred_s = 0.0
         self._lane_s = 0.0
-        self._turn: Turn | None = None  # the last turn that computed rows of this request
+        self._turn: Turn | None = None
 
     @property
     def is_over(self) -> bool:
-        """Return True if the request has results or an error, or its caller has left."""
         return self.results.done()
 
     @property
     def is_waiting(self) -> bool:
-        """Return True if any of the request's rows wait for a batch."""
         return not self.is_over and self._taken < len(self._order)
 
     @property
     def waiting(self) -> int:
-        """Return the number of rows that wait for a batch."""
         return len(self._order) - self._taken
 
     def lengths(self, most: int) -> list[int]:
-        """Return the lengths in tokens of the next rows to take, up to `most` of them."""
+        """Return the lengths in tokens of at most `most` rows to take next."""
         return [len(self._rows[i]) for i in self._order[self._taken : self._taken + most]]
 
     def take(self, count: int) -> "list[Row[R]]":
-        """Take the next `count` rows into a batch."""
         tickets = self._order[self._taken : self._taken + count]
         self._taken += count
         self._timings.stage = Stage.INFERENCE
         return [Row(self, index, self._rows[index]) for index in tickets]
 
     def note_pass(self, seconds: float, turn: Turn) -> None:
-        """Count the seconds of a pass over the request's rows and, once per turn, the seconds of
-        the wait for the lane.
-        """
+        """Count the seconds of a pass and, once per turn, of the wait for the lane."""
         self._inferred_s += seconds
         if turn is not self._turn:
             self._turn = turn
@@ -77,7 +69,6 @@ class RowRequest(Generic[R]):
             self._lane_s += max(0.0, min(turn.waited_s, turn.gained - self.arrived))
 
     def answer(self, index: int, result: Vectors) -> None:
-        """Add the result of one row, (width,). The last row's result completes `results`."""
         if self._array is None:
             self._array = np.empty((len(self._rows), len(result)), dtype=np.float32)
         self._array[index] = result
@@ -86,12 +77,11 @@ class RowRequest(Generic[R]):
             self.results.set_result(self._array)
 
     def close(self) -> None:
-        """Stop waiting for results. Rows that are not in a batch yet are never computed."""
+        """Stop waiting for results, so that waiting rows are never computed."""
         self.results.cancel()
 
     def write_timings(self) -> None:
-        """Record the time that the request spent in each stage."""
-        # The request's time that was neither LANE nor INFERENCE counts as QUEUE.
+        """Record the seconds in each stage; all but LANE and INFERENCE count as QUEUE."""
         now, add = clock.now(), self._timings.add
         inferred_since = now - self._inferred_s
         lane_since = inferred_since - self._lane_s
@@ -100,25 +90,23 @@ class RowRequest(Generic[R]):
         add(Stage.INFERENCE, inferred_since, now)
 
     def refuse(self, error: GatewayError) -> None:
-        """Fail the request with an error, unless it is over."""
         if not self.is_over:
             self.results.set_exception(error)
 
 
 class Row(NamedTuple, Generic[R]):
-    """One row inside a batch."""
+    """A row in a batch."""
 
     request: RowRequest[R]
-    position: int  # the row's index in its request
+    position: int
     row: R
 
 
 class RowBatcher(Generic[R]):
     """One model's queue of requests, and the worker that computes their rows.
 
-    `kind` names the worker's turns of the lane. `compute` gets rows sorted by length, and returns
-    their results, (rows, width) float32. `probe` computes a fixed row, to find out whether the
-    device works. Both functions run on the lane.
+    `compute` gets rows sorted by length, and returns (rows, width) float32. `probe` computes a
+    fixed row, to find out whether the device works. Both run on the lane.
     """
 
     kind: ClassVar[str]
@@ -145,20 +133,15 @@ class RowBatcher(Generic[R]):
 
     @property
     def tickets(self) -> int:
-        """Return the number of requests that have waiting rows."""
         return sum(request.is_waiting for request in self._waiting)
 
     def adopt(self, limits: EmbeddingLimits) -> None:
-        """Apply new limits, including to waiting requests."""
         self._limits = limits
         self._pace.limit_s = limits.pass_limit_s
         self._tokens.limit = limits.queue_max_tokens
 
     @contextlib.asynccontextmanager
     async def _begin(self, caller: Caller, arrival: Arrival | None) -> AsyncIterator[Arrival]:
-        """Yield the request's arrival: the given one, or a new one. It must be ended once the rows
-        are queued. The body is cancelled at the caller's deadline.
-        """
         timings = caller.timings
         timings.model, timings.stage = self._name, Stage.TOKENIZE
         async with until_deadline(caller):
@@ -183,7 +166,6 @@ class RowBatcher(Generic[R]):
             return results
 
     def _count(self, timings: Timings, tokens: int, truncated: int) -> None:
-        """Count the tokens and truncated inputs of an answered request."""
         timings.tokens_in, timings.stage = tokens, None
         metrics.count_prompt(self._name, tokens)
         if truncated:
@@ -197,8 +179,7 @@ class RowBatcher(Generic[R]):
                 await self._collect()
                 async with self._lane.turn(self.kind) as turn:
                     await self._pass(turn)
-                    # While other turns wait but none is due, run further passes in this turn. If no
-                    # other turn waits, end this one, and collect requests again.
+                    # While other turns wait but none is due, run further passes in this turn.
                     while self._has_work() and turn.is_contended and not turn.is_up:
                         await self._pass(turn)
 
@@ -233,9 +214,7 @@ class RowBatcher(Generic[R]):
             await arrivals.wait_for_change(more_s)
 
     async def _pass(self, turn: Turn) -> None:
-        """Compute a batch, which is chosen only now that the lane is held, so that it has requests
-        that came during the wait.
-        """
+        # The batch is chosen now, so that it has requests that came during the wait for the lane.
         batch = self._take()
         if not batch:
             return
@@ -277,8 +256,7 @@ class RowBatcher(Generic[R]):
     async def _retry_alone(self, turn: Turn, batch: list[Row[R]], error: Exception) -> None:
         """Compute each row alone, so that only the rows at fault fail."""
         fault = await self._note(turn, error)
-        # Even a single row is retried if memory ran out, because some is freed first, or if
-        # compiling failed, because the retry runs without compiled code.
+        # A single row is retried only after memory has been freed, or without compiled code.
         if fault is Fault.PRESSURE:
             await turn(self._lane.health.shed)
         for row in batch:
@@ -292,9 +270,7 @@ class RowBatcher(Generic[R]):
             _refuse([row], self._as_error(error))
 
     async def _note(self, turn: Turn, error: Exception) -> Fault:
-        """Record the error of a pass, and return its kind of fault. Raises DeviceLost if the device
-        is lost.
-        """
+        """Record the error of a pass, and return its fault. Raises DeviceLost."""
         health = self._lane.health
         fault = health.classify(error)
         await turn(health.note, fault, str(error), self._probe)
@@ -320,13 +296,12 @@ class RowBatcher(Generic[R]):
         )
 
     def end(self, error: GatewayError) -> None:
-        """Fail every waiting request with an error."""
         for request in self._waiting:
             request.refuse(error)
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[Self]:
-        """Serve the queue while entered. Requests that still wait at exit fail with Unavailable."""
+        """Serve the queue while entered. Requests that wait at exit fail with Unavailable."""
         worker = asyncio.create_task(
             run_forever(f"{self.kind} {self._name}", self._work, self._end_failed)
         )

@@ -1,4 +1,4 @@
-"""Validates finished answers against JSON schemas, including parts that no grammar enforces."""
+"""Validates finished answers against JSON schemas."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -16,10 +16,7 @@ log = logs.get("generation")
 
 
 class Fit(Enum):
-    """Whether a finished choice fits its schemas.
-
-    BROKEN is an error: the choice violates a schema that it must fit.
-    """
+    """Whether a finished choice fits its schemas; BROKEN violates one that it must fit."""
 
     VALID = "valid"
     INVALID = "invalid"
@@ -28,14 +25,11 @@ class Fit(Enum):
 
     @property
     def is_valid(self) -> bool | None:
-        """Return True if the choice fits, False if it doesn't, and None if that is unknown."""
         return None if self is Fit.UNKNOWN else self is Fit.VALID
 
 
 def choose_retried(job: GenerateJob, fits: Sequence[Fit | None]) -> list[int]:
-    """Return the indices of the choices that don't fit and should be retried. None are if a retry
-    would give the same answer, because the job has a seed or a temperature of 0.
-    """
+    """Return the indices of the choices that don't fit and that a retry may change."""
     if job.sampling.seed is not None or job.sampling.temperature == 0:
         return []
     return [index for index, fit in enumerate(fits) if fit in (Fit.INVALID, Fit.BROKEN)]
@@ -43,17 +37,13 @@ def choose_retried(job: GenerateJob, fits: Sequence[Fit | None]) -> list[int]:
 
 @dataclass(slots=True)
 class _Choice:
-    """The text and the calls of a choice so far, as pieces from its deltas."""
-
     text: list[str] = field(default_factory=list)
     calls: dict[int, tuple[list[str], list[str]]] = field(default_factory=dict)  # name, arguments
     is_cut: bool = False
 
 
 class AnswerChecker:
-    """Collects the deltas of one job's choices, and checks each finished choice against the job's
-    schemas, if it has any.
-    """
+    """Checks one job's finished choices against the job's schemas, if it has any."""
 
     def __init__(
         self,
@@ -68,8 +58,7 @@ class AnswerChecker:
         self._pool = pool
         self._job = job
         self._choices: dict[int, _Choice] = {}
-        # JSON pointers to parts of the schemas that no grammar enforces. A pointer into the
-        # parameters of a function begins with the function's name.
+        # JSON pointers to parts of schemas that no grammar enforces.
         self.unenforced = unenforced
         functions = () if job.calling is None else job.calling.functions
         self._held = {
@@ -82,7 +71,6 @@ class AnswerChecker:
         self._is_needed = has_schema or bool(self._held)
 
     def add(self, delta: Delta) -> None:
-        """Collect a delta."""
         if not self._is_needed:
             return
         choice = self._choices.setdefault(delta.index, _Choice())
@@ -94,11 +82,7 @@ class AnswerChecker:
             arguments.append(delta.call.arguments)
 
     async def check(self, index: int) -> Fit | None:
-        """Return whether a finished choice fits its schemas, and count the result in the metrics.
-        Return None if there is nothing to check.
-
-        The result is UNKNOWN if the choice was cut, the deadline passed, or the engine cannot tell.
-        """
+        """Return whether a finished choice fits its schemas, or None without schemas."""
         choice = self._choices.pop(index, None)
         if choice is None:
             return None
@@ -115,7 +99,7 @@ class AnswerChecker:
         return fit
 
     async def require_fits(self) -> None:
-        """Check every choice that is not checked yet. Raises SchemaViolated if one is BROKEN."""
+        """Check the remaining choices. Raises SchemaViolated if one is BROKEN."""
         for index in list(self._choices):
             if await self.check(index) is Fit.BROKEN:
                 raise SchemaViolated
@@ -138,9 +122,7 @@ class AnswerChecker:
         return Fit.VALID if is_known else Fit.UNKNOWN
 
     def _schemas(self, choice: _Choice) -> Iterator[tuple[str, str, bool]]:
-        """Yield each schema of a choice, with the text to validate against it, and True if it is an
-        error if the text does not fit.
-        """
+        """Yield each schema, the text to validate, and whether the text must fit."""
         grammar = self._job.grammar
         for name, arguments in choice.calls.values():
             function = self._held.get("".join(name))

@@ -30,10 +30,9 @@ from gateway.serving.tokenize import ThreadPools, prompt_kind
 
 log = logs.get("generation")
 
-# Decoding waits only for prompts that take at most this many prefill passes, and at most for the
-# time of that many passes.
+# Decoding waits for prompts of at most this many prefill passes, and no longer than these take.
 PREFILL_FIRST_PASSES = 2
-RETRY_PAUSE_S = 0.1  # pause after a failed turn, since the next may fail too
+RETRY_PAUSE_S = 0.1
 
 
 @dataclass(slots=True)
@@ -42,8 +41,8 @@ class Generation:
 
     usage: Usage
     deltas: AsyncGenerator[Delta, None]
-    params: SequenceParams  # the first choice's parameters
-    checker: AnswerChecker  # checks each choice after its last delta
+    params: SequenceParams
+    checker: AnswerChecker
 
 
 class GenerationBatcher:
@@ -60,7 +59,7 @@ class GenerationBatcher:
         memory: RowMemory | None = None,
     ) -> None:
         self._name = name
-        self._log = log.bind(model=name)  # bound once, not for every pass
+        self._log = log.bind(model=name)
         self.engine = engine
         self._lane = lane
         self._pool = pool
@@ -73,17 +72,16 @@ class GenerationBatcher:
         self._scheduler = Scheduler(name, self._cap_batch(limits), self.memory)
         self._wake_events = {kind: asyncio.Event() for kind in ("prefill", "decode")}
         self._decode_waits_since: float | None = None
-        self._warnings: set[str] = set()  # events logged already
+        self._warnings: set[str] = set()
         self._interrupt = threading.Event()  # set to end the current turn after its pass
         self._pace = PrefillPace(limits)
         self._gains = DraftGains()
-        self._state = StepResult()  # the engine's state after the last pass
-        self.verdict: Verdict | None = None  # the result of the model's self-test, if it has one
+        self._state = StepResult()
+        self.verdict: Verdict | None = None
         self._was_batched = self.is_batched
 
     @property
     def rows(self) -> int:
-        """Return the number of sequences in prefill or decoding."""
         return self._scheduler.running
 
     @property
@@ -93,12 +91,10 @@ class GenerationBatcher:
 
     @property
     def routing_keys(self) -> Sequence[bytes]:
-        """Return the routing keys of the prompts in the prefix cache."""
         return self.engine.routing_keys()
 
     @property
     def is_short_of_memory(self) -> bool:
-        """Return True if a sequence waits for memory."""
         return self._scheduler.is_short_of_memory
 
     @property
@@ -110,9 +106,7 @@ class GenerationBatcher:
         return limits if self.is_batched else replace(limits, max_batch_size=1)
 
     def note_batching(self) -> None:
-        """Adopt the self-test's step times, and limit the batch to one sequence while the engine
-        does not batch sequences.
-        """
+        """Adopt the self-test's step times, and whether the engine batches sequences."""
         self._scheduler.step_s = () if self.verdict is None else self.verdict.step_s
         if self._was_batched == self.is_batched:
             return
@@ -122,7 +116,7 @@ class GenerationBatcher:
         self.adopt(self._limits)
 
     def _on_fault(self, fault: PassFault) -> None:
-        """Log the error of a pass. After a lack of memory, run fewer sequences at once."""
+        """Log a pass's error, and run fewer sequences at once after a lack of memory."""
         metrics.of(metrics.BATCH_FAULTS, self._name).inc()
         log.warning("batch_fault", model=self._name, fault=fault.fault.value, error=fault.message)
         if fault.is_pressure:
@@ -130,7 +124,6 @@ class GenerationBatcher:
         self.note_batching()
 
     def adopt(self, limits: GenerationLimits) -> None:
-        """Apply new limits, including to running sequences."""
         self._limits = limits
         self._scheduler.limits = self._cap_batch(limits)
         self._queue.adopt(max_tokens=limits.queue_max_tokens, max_choices=limits.queue_limit)
@@ -142,21 +135,17 @@ class GenerationBatcher:
     async def generate(
         self, job: GenerateJob, on_full: Callable[[], None] | None = None
     ) -> AsyncIterator[Generation]:
-        """Queue a job, and yield its Generation; the caller then iterates over `deltas`.
+        """Queue a job, and yield its Generation. Exiting drops every sequence of the job.
 
-        Exiting drops every sequence of the job. If the queue is full and `on_full` is set, that is
-        called, and the job waits for a place until the deadline.
-
-        Raises Overloaded if the queue is full, BadRequest for a prompt that cannot be rendered,
-        ContextLengthExceeded, and PromptTooLarge if the prompt's KV can never fit in memory.
-        Iterating raises DeadlineExceeded and EngineFailed.
+        If the queue is full, `on_full` is called and the job waits, or without it Overloaded is
+        raised. Also raises BadRequest, ContextLengthExceeded and PromptTooLarge. Iterating raises
+        DeadlineExceeded and EngineFailed.
         """
         timings, name = job.caller.timings, self._name_for(job)
         timings.model = name
         sequences = await self._plan(job)
         async with self._queue.place(job.caller, sequences, on_full):
-            # Only the longest sequence is checked: a check takes 0.1 ms on the event loop, and
-            # scoring labels may take thousands of sequences.
+            # Scoring labels may take thousands of sequences, and each check takes 0.1 ms.
             self.memory.check(self._name, max(sequences, key=lambda each: len(each.prompt)))
             sequences = await self._compile(job, sequences)
             inbox: asyncio.Queue[Delta | GatewayError] = asyncio.Queue()
@@ -207,7 +196,6 @@ class GenerationBatcher:
         return sequences
 
     def _name_for(self, job: GenerateJob) -> str:
-        """Return the id of the job's model, which may be an adapter of this one."""
         return job.adapter.model if job.adapter is not None else self._name
 
     def _warn_once(self, event: str, **details: str | int) -> None:
@@ -255,13 +243,11 @@ class GenerationBatcher:
         self._wake_events["prefill"].set()
 
     def _drop(self, choices: Sequence[Choice]) -> None:
-        """Drop every sequence of a job. Running sequences leave the batch before the next step."""
         if self._scheduler.drop(choices):
             self._interrupt.set()
             self._wake()
 
     def _on_memory_change(self) -> None:
-        """Wake the workers if sequences wait, or if the prefix cache has to shrink."""
         if self.tickets or self.memory.must_shrink_prefixes:
             self._wake()
 
@@ -270,7 +256,6 @@ class GenerationBatcher:
             event.set()
 
     async def _prefill(self) -> None:
-        """Loop forever: in each turn let sequences join, and prefill a chunk."""
         scheduler = self._scheduler
         while True:
             try:
@@ -278,7 +263,7 @@ class GenerationBatcher:
                     await self._wake_events["prefill"].wait()
             except TimeoutError:
                 scheduler.end_stuck(NoRoom(self._name, ()))
-                self._wake_events["decode"].set()  # sequences that have tokens end in a decode turn
+                self._wake_events["decode"].set()  # a decode turn ends sequences that have tokens
             self._wake_events["prefill"].clear()
             while self._state.reading or scheduler.may_join:
                 if not await self._turn("prefill"):
@@ -288,19 +273,18 @@ class GenerationBatcher:
                 scheduler.make_room()
 
     async def _decode(self) -> None:
-        """Loop forever: in each turn remove sequences that leave, and decode the others."""
         while True:
             await self._wake_events["decode"].wait()
             self._wake_events["decode"].clear()
             while self._state.decoding or self._scheduler.must_move:
                 if self._prefill_goes_first():
-                    break  # the prefill worker takes a turn first
+                    break
                 if not await self._turn("decode"):
                     break
                 self._decode_waits_since = None
 
     def _prefill_goes_first(self) -> bool:
-        """Return True if decoding should wait for prefill, and record since when it has waited."""
+        """Return True if decoding should wait for prefill."""
         scheduler, now = self._scheduler, clock.now()
         if scheduler.must_move or not self._state.reading:
             return False
@@ -311,7 +295,6 @@ class GenerationBatcher:
         return prefill_goes_first(soon, scheduler.decoding, waited_s, bound_s)
 
     async def _turn(self, kind: str) -> bool:
-        """Take a turn of the lane: schedule sequences, run passes. Return False if it is closed."""
         scheduler = self._scheduler
         try:
             async with self._lane.turn(kind, self._name) as turn:
@@ -330,11 +313,11 @@ class GenerationBatcher:
             await asyncio.sleep(RETRY_PAUSE_S)
         self.note_batching()
         scheduler.hold()
-        self._wake()  # this turn may have made work for the other worker
+        self._wake()
         return True
 
     def _run(self, plan: StepPlan, turn: Turn, loop: asyncio.AbstractEventLoop) -> None:
-        """Run the passes of a turn, the first with the plan's changes. On the lane's thread."""
+        """Run the passes of a turn, on the lane."""
         result, decoded = self._state, 0
         while True:
             started = clock.now()
@@ -346,7 +329,7 @@ class GenerationBatcher:
             result = self.engine.step(plan)
             seconds = clock.now() - started
             turn.beat()
-            # The loop processes the results of a pass while the next one runs.
+            # The loop processes a pass's results while the next pass runs.
             loop.call_soon_threadsafe(self._process, plan.kind, result, seconds)
             self._heed(result.faults)
             if plan.kind == "prefill":
@@ -354,8 +337,8 @@ class GenerationBatcher:
                     self._pace.note(result.size.padded_tokens, seconds)
                 has_more = bool(result.reading) and turn.is_contended
             else:
-                # The first step's pass may have been launched before this turn, and run during the
-                # other worker's turn: its time would be too short.
+                # The first step's pass may have been launched before this turn, so its time would
+                # be too short.
                 is_whole = decoded > 0 or not turn.is_contended
                 judged = self._gains.note(result, seconds) if is_whole else None
                 if judged is not None:
@@ -365,24 +348,23 @@ class GenerationBatcher:
             if not has_more or self._interrupt.is_set() or turn.is_up:
                 break
             plan = StepPlan(kind=plan.kind)
-        # Work launched on the device must not run on into another turn.
+        # Launched work must not run on into another turn.
         if turn.is_contended:
             self.engine.synchronize()
         else:
             turn.leave_under_way(self.engine.synchronize)
 
     def _heed(self, faults: Sequence[PassFault]) -> None:
-        """React to faults: free memory if it ran out. Raises DeviceLost if the device is lost."""
+        """Free memory if it ran out. Raises DeviceLost."""
         health = self._lane.health
         for fault in faults:
             if fault.is_pressure:
-                self._interrupt.set()  # sequences have to be preempted before the next pass
+                self._interrupt.set()  # sequences must be preempted before the next pass
                 self.engine.synchronize()  # else `shed` would raise the step's late errors
                 health.shed()
             health.note(fault.fault, fault.message, self.engine.probe)
 
     def _process(self, kind: str | None, result: StepResult, seconds: float) -> None:
-        """Record the result of a pass, and deliver each delta to its choice."""
         for fault in result.faults:
             self._on_fault(fault)
         self._state = result
@@ -395,7 +377,7 @@ class GenerationBatcher:
             if choice is not None:
                 if delta.finish_reason is not None or delta.error is not None:
                     self._scheduler.note_end(delta.id)
-                    self._wake_events["prefill"].set()  # a place is free
+                    self._wake_events["prefill"].set()
                 choice.deliver(delta, self._name)
 
     def _observe(self, kind: str | None, size: Pass, seconds: float) -> None:
@@ -424,19 +406,17 @@ class GenerationBatcher:
             log.info("drafts_pause", model=self._name, drafter=drafter, gain=round(gain, 2))
 
     def end(self, error: GatewayError) -> None:
-        """End every sequence with an error."""
         self._scheduler.end_all(error)
         self._wake()
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator["GenerationBatcher"]:
-        """Run the workers while entered. At exit the remaining sequences fail with Unavailable."""
+        """Run the workers while entered; remaining sequences then fail with Unavailable."""
 
         def end(error: Exception) -> None:
             self.end(self._lane.health.as_error(self._name, error))
 
-        # Prefill and decode are two kinds of work, each with its own worker and its own turns of
-        # the lane, so that neither a long prompt nor many answers keep the other from the lane.
+        # Prefill and decode take turns of the lane, so that neither keeps the other from it.
         workers = [
             asyncio.create_task(run_forever(f"{kind} {self._name}", work, end))
             for kind, work in (("prefill", self._prefill), ("decode", self._decode))
@@ -446,7 +426,7 @@ class GenerationBatcher:
                 with self.memory.watch(self._on_memory_change):
                     yield self
             finally:
-                self._interrupt.set()  # a running turn ends after its pass
+                self._interrupt.set()
                 for worker in workers:
                     worker.cancel()
                 await asyncio.wait(workers)
@@ -456,31 +436,27 @@ class GenerationBatcher:
 
 
 class AdaptedBatcher:
-    """A view of a base model's batcher that runs jobs with one of its adapters."""
+    """Runs jobs with one adapter of a base model, on the base's workers."""
 
-    # An adapter uses the base's workers, queue, limits and counts of sequences.
     def __init__(self, base: GenerationBatcher, adapter: Adapter) -> None:
         self._base = base
         self._adapter = adapter
 
     @property
     def tickets(self) -> int:
-        """Return 0: the base's batcher counts the adapter's sequences."""
+        """Return 0, since the base's batcher counts the adapter's sequences."""
         return 0
 
     @property
     def is_batched(self) -> bool:
-        """Return True while sequences run together, False once they run one at a time."""
         return self._base.is_batched
 
     @property
     def verdict(self) -> Verdict | None:
-        """Return the verdict of the base model's self-test."""
         return self._base.verdict
 
     @property
     def routing_keys(self) -> Sequence[bytes]:
-        """Return the routing keys of this adapter's prompts in the prefix cache."""
         return self._base.engine.routing_keys(self._adapter.number)
 
     def generate(
@@ -492,7 +468,7 @@ class AdaptedBatcher:
         return await self._base.count_tokens(self._adapt(job))
 
     def end(self, error: GatewayError) -> None:
-        """Do nothing: the adapter's sequences end with the base's."""
+        """Do nothing, since the adapter's sequences end with the base's."""
 
     def _adapt(self, job: GenerateJob) -> GenerateJob:
         return replace(job, adapter=self._adapter)

@@ -1,4 +1,4 @@
-"""The state of one choice of a job, from the queue to its end; the reader of a job's deltas."""
+"""The state of one choice of a job, and the reader of a job's deltas."""
 
 import asyncio
 from collections import defaultdict
@@ -25,19 +25,18 @@ class Choice:
     params: SequenceParams
     inbox: asyncio.Queue[Delta | GatewayError]  # shared by all choices of the job
     rank: float = 0.0
-    timings: Timings | None = None  # the job's timings; only its first choice has them
-    request: str = ""  # the request's number; sequences of different requests join in turn
+    timings: Timings | None = None  # only the job's first choice has them
+    request: str = ""
     id: int = 0  # the engine's id of the sequence; 0 until the choice joins
     is_over: bool = False
-    is_queued: bool = False  # True while the choice waits to join, or to join again
-    is_held: bool = False  # True: in the batch, and parked or about to be parked after prefill
-    tokens: int = 0  # tokens of the answer so far
+    is_queued: bool = False
+    is_held: bool = False  # in the batch, and parked or about to be parked after prefill
+    tokens: int = 0
     length: int = 0  # tokens, of prompt and answer, for which memory is reserved
     preemptions: int = 0
     rotated_at: int = 0  # value of `tokens` when the choice last began or resumed decoding
     stuck_since: float | None = None  # when it began to lack memory that only other models hold
-    # The time at which the current stage began: the choice arrived, joined, or had its first token.
-    since: float = field(default_factory=clock.now)
+    since: float = field(default_factory=clock.now)  # when the current stage began
 
     @property
     def index(self) -> int:
@@ -45,16 +44,13 @@ class Choice:
 
     @property
     def stage(self) -> Stage:
-        """Return the choice's current stage, or its last stage if it is over."""
         if not self.id:
             return Stage.QUEUE
         return Stage.DECODE if self.tokens else Stage.PREFILL
 
     @property
     def counts_prompt(self) -> bool:
-        """Return True if the choice's prompt counts towards the usage."""
-        # All choices of a job share one prompt, which counts once, with the first choice. The steps
-        # that score a question's labels share one prompt too.
+        # Choices of a job, and the steps that score a question's labels, share one prompt.
         step = self.params.step
         return self.index == 0 if step is None else step.is_first
 
@@ -65,12 +61,10 @@ class Choice:
 
     @property
     def image_tokens(self) -> int:
-        """Return the number of the prompt's tokens that stand for images."""
         return sum(image.tokens for image in self.params.images)
 
     @property
     def max_length(self) -> int:
-        """Return the most tokens that the choice may have, prompt and answer."""
         return len(self.params.prompt) + self.params.max_tokens
 
     @property
@@ -80,29 +74,25 @@ class Choice:
 
     @property
     def will_decode(self) -> bool:
-        """Return True if the choice needs decode steps, because it may have more than the one token
-        that prefill yields.
-        """
+        """Return True if the choice may get more than the one token that prefill yields."""
         return self.max_length - self.used > 1
 
     @property
     def needs_more(self) -> bool:
-        """Return True if the choice will soon exceed the tokens for which memory is reserved."""
+        """Return True if the choice will soon exceed its reserved memory."""
         return self.length < min(self.max_length, self.used + MARGIN)
 
     def cap_at_memory(self) -> int:
-        """Limit the answer to the tokens for which memory is reserved, and return their number."""
+        """Limit the answer to the reserved memory, and return the limit in tokens."""
         limit = self.length - len(self.params.prompt)
         self.params = replace(self.params, max_tokens=limit)
         return limit
 
     @property
     def is_constrained(self) -> bool:
-        """Return True if the choice has a grammar."""
         return self.params.grammar is not None
 
     def preempt(self) -> None:
-        """Record that the choice's KV is freed, and that it waits to be prefilled again."""
         self.preemptions += 1
         self.is_held = False
         self.stuck_since = None
@@ -112,11 +102,9 @@ class Choice:
 
     @property
     def age(self) -> tuple[float, int]:
-        # Sorting choices by age puts the oldest first.
         return self.rank, self.index
 
     def join(self, sequence_id: int, turn: Turn) -> None:
-        """Record that the choice joins the batch in this turn, under this id."""
         self.id = sequence_id
         now = clock.now()
         lane_s = max(0.0, min(turn.waited_s, turn.gained - self.since))
@@ -127,9 +115,7 @@ class Choice:
         self.since = now
 
     def deliver(self, delta: Delta, model: str) -> None:
-        """Put a delta in the inbox, and count it for the choice's adapter or, if it has none, for
-        `model`.
-        """
+        """Put a delta in the inbox, and count it for the choice's adapter or else for `model`."""
         if self.params.adapter is not None:
             model = self.params.adapter.model
         if delta.error is not None:
@@ -164,7 +150,6 @@ class Choice:
                 metrics.of(metrics.OUTPUT_TOKEN_SECONDS, model).observe(each_s)
 
     def end(self, error: GatewayError) -> None:
-        """End the choice with an error, unless it is over already."""
         if not self.is_over:
             self.is_over = True
             self.inbox.put_nowait(error)
@@ -177,22 +162,20 @@ class DeltaReader:
     engine: GenerationEngine
     pool: ThreadPools
     job: GenerateJob
-    sequences: Sequence[SequenceParams]  # one for each choice
+    sequences: Sequence[SequenceParams]
     inbox: asyncio.Queue[Delta | GatewayError]
-    warn_once: Callable[..., None]  # logs an event, with its details
+    warn_once: Callable[..., None]
     _held: dict[int, list[Delta]] = field(default_factory=lambda: defaultdict(list))
 
     def end_at_deadline(self) -> asyncio.TimerHandle:
-        """Start a timer that makes `next` raise DeadlineExceeded at the caller's deadline. Return
-        the timer, which can be cancelled.
-        """
-        # One timer serves the whole answer: a timer per token would cost as much as sending it.
+        """Start a timer that makes `next` raise DeadlineExceeded at the caller's deadline."""
+        # A timer per token would cost as much as sending the token.
         caller, loop = self.job.caller, asyncio.get_running_loop()
         error = DeadlineExceeded(caller.allowed_s)
         return loop.call_later(caller.deadline - clock.now(), self.inbox.put_nowait, error)
 
     async def next(self) -> Sequence[Delta]:
-        """Wait for the next deltas and return them. Raises the job's error, or DeadlineExceeded."""
+        """Wait for the next deltas. Raises the job's error, or DeadlineExceeded."""
         delta = await self.inbox.get()
         if isinstance(delta, GatewayError):
             raise delta
@@ -202,12 +185,8 @@ class DeltaReader:
             return await self._read_whole(delta)
 
     async def _read_whole(self, delta: Delta) -> Sequence[Delta]:
-        """Return a delta without text until the answer ends; then return the parts that are parsed
-        from the whole text.
-
-        The parser uses patterns from the checkpoint, which may be slow or hang, so it runs in
-        another process. An answer that was cut has no calls.
-        """
+        """Return a delta without text, or the parsed parts of an answer that has ended."""
+        # Parsing runs in another process, since the checkpoint's patterns may be slow or hang.
         held, end = self._held[delta.index], delta.finish_reason
         held.append(delta)
         if end is None:
@@ -219,8 +198,7 @@ class DeltaReader:
             self.warn_once(problem[0], why=problem[1])
         if any(part.call is not None for part in parts):
             end = "tool_calls"
-        # If the answer has thoughts or calls, no logprobs are returned: it is unknown which of them
-        # belong to its content.
+        # It is unknown which logprobs belong to thoughts or calls, so then none are returned.
         is_text = all(part.call is None and not part.reasoning for part in parts)
         logprobs = [each for delta in held for each in delta.logprobs if is_text]
         return (*parts, replace(delta, text="", logprobs=logprobs, finish_reason=end))
@@ -233,9 +211,7 @@ def lay_out(
     parking: Collection[Choice] = (),
     resuming: Collection[Choice] = (),
 ) -> Layout:
-    """Return the memory layout that sequences would have, if those in `lengths` had these lengths
-    and those in `parking` and `resuming` were parked and resumed.
-    """
+    """Return the memory layout of sequences with these lengths, parked or resumed."""
     batched: list[int] = []
     single: list[int] = []
     image_tokens = 0
@@ -248,6 +224,5 @@ def lay_out(
 
 
 def batch_shape(choices: Iterable[Choice]) -> tuple[int, int]:
-    """Return the bit lengths of two numbers: the sequences, and the tokens of the longest one."""
     lengths = [choice.used for choice in choices]
     return len(lengths).bit_length(), max(lengths, default=0).bit_length()

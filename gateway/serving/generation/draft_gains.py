@@ -1,9 +1,7 @@
-"""Measures whether speculative decoding is faster on this device than decoding without drafts.
+"""Measures whether speculative decoding is faster than decoding without drafts.
 
-A draft costs a wider pass or passes of a draft model, in vain for tokens that are rejected. How
-much such a pass costs depends on the device and the model, so it is measured. A drafter's gain is
-the time that its accepted tokens would have taken without drafts, divided by the time of all steps
-that made or verified its drafts. For the time without drafts, some steps let no drafter draft.
+A drafter's gain is the time that its accepted tokens would have taken without drafts, divided by
+the time of all steps that made or verified its drafts.
 """
 
 from collections import deque
@@ -14,31 +12,29 @@ from typing import Final
 
 from gateway.jobs.steps import DRAFTERS, Drafter, StepResult
 
-WINDOW: Final = 32  # passes with a drafter's drafts after which the drafter's gain is computed
+WINDOW: Final = 32  # passes with a drafter's drafts after which its gain is computed
 BASELINES: Final = 5  # timed steps without drafts, for each number of rows
 STALE: Final = 512  # steps after which the time without drafts is measured again
-SHORTEST_PAUSE: Final = 512  # steps for which a slow drafter pauses; doubled each time in a row
+SHORTEST_PAUSE: Final = 512  # steps of a slow drafter's pause, doubled each time in a row
 LONGEST_PAUSE: Final = 1 << 15
 
 
 @dataclass(slots=True)
 class _Baseline:
-    """The seconds of the latest steps without drafts, for one number of rows."""
+    """The seconds of the latest steps without drafts."""
 
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=BASELINES))
-    missing: int = BASELINES  # steps still to be timed
-    used: int = 0  # steps since the last measurement
+    missing: int = BASELINES
+    used: int = 0
 
 
 @dataclass(slots=True)
 class _Source:
-    """The measurements of one drafter."""
-
     spent_s: float = 0.0  # seconds of the steps that made or verified its drafts
     worth_s: float = 0.0  # seconds that the same tokens would have taken without drafts
     passes: int = 0
-    paused: int = 0  # remaining steps of the drafter's current pause
-    pause: int = SHORTEST_PAUSE  # length of the next pause, in steps
+    paused: int = 0  # remaining steps of the current pause
+    pause: int = SHORTEST_PAUSE  # steps of the next pause
 
 
 @dataclass(slots=True)
@@ -49,10 +45,9 @@ class DraftGains:
     _sources: dict[Drafter, _Source] = field(
         default_factory=lambda: {name: _Source() for name in DRAFTERS}
     )
-    _has_drafters: bool = False  # True: a drafter may draft in the current step
+    _has_drafters: bool = False
 
     def choose(self, rows: int) -> Sequence[Drafter]:
-        """Return the drafters that may draft in the next step, which has `rows` rows."""
         baseline = self._baselines.setdefault(rows, _Baseline())
         baseline.used += 1
         if baseline.used > STALE:
@@ -66,9 +61,7 @@ class DraftGains:
         return allowed
 
     def note(self, result: StepResult, seconds: float) -> tuple[Drafter, float] | None:
-        """Record a step. After WINDOW passes with a drafter's drafts, return the drafter and its
-        gain, which is a ratio of times.
-        """
+        """Record a step, and return a drafter with its gain after WINDOW passes."""
         size = result.size
         if not size.rows:
             return None

@@ -1,4 +1,4 @@
-"""Runs the jobs of one request to a chat model, several at a time: completions or label scores."""
+"""Runs the jobs of one request to a chat model: completions or label scores."""
 
 import asyncio
 import contextlib
@@ -9,26 +9,25 @@ from functools import partial
 from gateway.jobs.chat import Delta, GenerateJob, Usage
 from gateway.serving.generation.batcher import ChatBatcher
 
-JOBS_AT_ONCE = 16  # most jobs of one request that are in the queue at once
+JOBS_AT_ONCE = 16
 
 
 async def generate_many(
     batcher: ChatBatcher, jobs: Sequence[GenerateJob]
 ) -> AsyncGenerator[Usage | Delta, None]:
-    """Run the jobs, JOBS_AT_ONCE at a time, and yield the usage of each job and all their deltas.
+    """Run the jobs, and yield the usage of each job and all their deltas.
 
     Choices are numbered across jobs. Only the first job raises Overloaded if the queue is full; the
-    other jobs wait for a place. The first error ends all jobs, and so does closing the generator.
+    other jobs wait for a place. The first error ends all jobs.
     """
     outputs: asyncio.Queue[Usage | Delta | asyncio.Task[None]] = asyncio.Queue()
     queue = iter(enumerate(jobs))
     slots = min(JOBS_AT_ONCE, len(jobs))
     untried = set(range(slots))
-    # Set once each of the jobs that begin at once has been queued or has found the queue full.
-    # Nothing is yielded before that.
+    # Set once each of the first jobs has been queued or has found the queue full. Nothing is
+    # yielded before that.
     all_tried = asyncio.Event()
-    # Set once the first job is queued. Only then do the other jobs try to be queued.
-    first_admitted = asyncio.Event()
+    first_admitted = asyncio.Event()  # the other jobs wait for the first one
 
     def note_try(number: int) -> None:
         untried.discard(number)
@@ -40,7 +39,7 @@ async def generate_many(
             on_full = None
             if number > 0:
                 await first_admitted.wait()
-                # A job that finds the queue full counts as tried: other jobs must not wait for it.
+                # A job that finds the queue full counts as tried, so that others don't wait for it.
                 on_full = partial(note_try, number)
             async with (
                 batcher.generate(job, on_full) as generation,
@@ -62,7 +61,7 @@ async def generate_many(
         while running:
             output = await outputs.get()
             if isinstance(output, asyncio.Task):
-                output.result()  # raises the worker's error, if it had one
+                output.result()
                 running -= 1
             else:
                 yield output
@@ -77,7 +76,7 @@ async def score_labels(
 ) -> tuple[Sequence[Sequence[float]], Usage]:
     """Return the logprobs of each question's labels, and the usage of all jobs together.
 
-    Questions are numbered across jobs. Raises the errors of `generate_many`.
+    Questions are numbered across jobs.
     """
     questions = [question for job in jobs for question in job.questions]
     counts = {question.number: len(question.labels) for question in questions}

@@ -1,7 +1,4 @@
-"""An LRU cache of one model's compiled grammars, so that equal grammars are compiled once.
-
-Grammars are compiled on worker threads, a few at a time and with a time limit.
-"""
+"""An LRU cache of one model's compiled grammars, which worker threads compile."""
 
 import asyncio
 from collections import OrderedDict
@@ -15,7 +12,7 @@ from gateway.jobs.chat import Grammar
 
 T = TypeVar("T")
 
-ERRORS_LAST_S = 60.0  # seconds for which a grammar's error is cached
+ERRORS_LAST_S = 60.0
 WAITS = 15  # a request waits for its grammar up to this many times `timeout_s`
 WAITS_BEHIND = 5  # a grammar waits for other grammars up to this many times `timeout_s`
 AGAIN_S = 2.0
@@ -23,24 +20,18 @@ AGAIN_S = 2.0
 
 @dataclass(slots=True)
 class _Entry(Generic[T]):
-    """The task that compiles a grammar, which keeps the result or error; when the task failed."""
-
     task: "asyncio.Task[T]"
     failed_at: float | None = None
 
 
 class GrammarCache(Generic[T]):
-    """A cache of at most `size` compiled grammars, which evicts the least recently used first.
-
-    Callers with equal grammars wait for one compilation, which continues even if all leave.
-    """
+    """A cache of at most `size` compiled grammars, each of which is compiled once."""
 
     def __init__(
         self,
         model: str,
-        # Raises TimeoutError for a grammar that takes more than `timeout_s` of processor time.
+        # Raises TimeoutError for a grammar that takes over `timeout_s` of processor time.
         compile: Callable[[Grammar], T],  # noqa: A002
-        # Calls `compile` on a worker thread.
         run: Callable[[Callable[[Grammar], T], Grammar], Awaitable[T]],
         *,
         size: int = 64,
@@ -61,9 +52,8 @@ class GrammarCache(Generic[T]):
     async def get(self, grammar: Grammar) -> T:
         """Return the compiled grammar.
 
-        Raises BadRequest if it cannot be compiled or takes over `timeout_s` of processor time,
-        Overloaded if it had to wait too long for other grammars, and Unavailable if it is still
-        being compiled after WAITS times `timeout_s`. A retry waits for the same compilation.
+        Raises BadRequest if it cannot be compiled in time, Overloaded after a long wait for others,
+        and Unavailable while it is still being compiled.
         """
         entry = self._entries.get(grammar)
         if entry is not None and self._is_stale(entry):
@@ -118,7 +108,7 @@ class GrammarCache(Generic[T]):
     def _release(self, work: "asyncio.Future[T]") -> None:
         self._slots.release()
         if not work.cancelled():
-            work.exception()  # retrieved, so that asyncio does not log it if all callers have left
+            work.exception()  # retrieved, so that asyncio does not log it
 
     def _note_failure(self, grammar: Grammar, entry: _Entry[T]) -> None:
         error = None if entry.task.cancelled() else entry.task.exception()
@@ -128,7 +118,7 @@ class GrammarCache(Generic[T]):
         if isinstance(error, BadRequest):
             self._count("refused")
         elif self._entries.get(grammar) is entry:
-            del self._entries[grammar]  # the error isn't the grammar's fault: the next call retries
+            del self._entries[grammar]  # the next call retries, since the grammar is not at fault
 
     def _is_stale(self, entry: _Entry[T]) -> bool:
         return entry.failed_at is not None and clock.now() - entry.failed_at > ERRORS_LAST_S

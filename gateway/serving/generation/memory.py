@@ -1,8 +1,7 @@
-"""Reserves memory for a model's KV before it is allocated. Sequences that do not fit wait.
+"""Reserves memory for a model's KV before it is allocated.
 
-A sequence does not reserve memory for the most tokens that it may reach: it joins with room for an
-answer of usual length, and its reservation grows while there is memory. If there is none, the
-youngest sequence is preempted.
+A sequence joins with memory for an answer of usual length, and reserves more as it grows. If there
+is no memory, the youngest sequence is preempted.
 """
 
 import contextlib
@@ -14,24 +13,24 @@ from gateway.errors import PromptTooLarge
 from gateway.jobs.steps import KvCost, SequenceParams
 from gateway.serving.budget import Budget, PrefixShare
 
-KV_STEP = 256  # tokens by which KV caches grow: up to this many are allocated but unused
+KV_STEP = 256
 SPARE_ROWS = 8  # the KV of a batch has one spare row per this many rows
 GROWTH = 256  # tokens by which a sequence's reservation grows while memory is free
-MARGIN = 32  # tokens: more than a turn can decode, with the pass that it launches ahead
-PREFIX_ROW = 32 * 1024  # tokens of the sequence for which prefix caches always leave memory
-LONGEST = 1 << 24  # tokens, more than any model's context
+MARGIN = 32  # tokens, more than a turn can decode
+PREFIX_ROW = 32 * 1024  # tokens of a sequence for which prefix caches leave memory
+LONGEST = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
 class RowCosts:
-    """The facts from which a sequence's bytes are computed, and the bounds of the memory."""
+    """The sizes from which a sequence's bytes are computed, and their bounds."""
 
     kv: KvCost = field(default_factory=KvCost)
-    included: int = 0  # bytes of KV that the share for the model's weights includes
-    # Returns the bytes that would be available if all other evictable models were evicted.
+    included: int = 0  # bytes of KV that the weights' share includes
+    # Returns the bytes that are available if all other evictable models are evicted.
     most: Callable[[], int] = lambda: 0
-    largest: int | None = None  # most bytes of one buffer on the device; None for no bound
-    answer_tokens: int = 256  # tokens of an answer for which a joining sequence reserves memory
+    largest: int | None = None  # bytes of the largest buffer on the device
+    answer_tokens: int = 256  # tokens of an answer that a joining sequence reserves
     chunk_tokens: int = 0  # most tokens of a prefill chunk
     max_context: int = LONGEST
     image_token: int = 0  # bytes that an image's token takes besides its KV
@@ -41,13 +40,10 @@ class RowCosts:
 class Layout:
     """The lengths, in tokens, of the sequences that share one KV cache, and of all others."""
 
-    # Sequences that decode, or will after prefill. The KV cache that they share is a rectangle:
-    # their number times the longest length. With one long sequence among seven short ones, it was
-    # measured to take 14 times the memory.
+    # Sequences that decode share a KV cache, in which each takes as much as the longest one.
     batched: Sequence[int] = ()
-    # Sequences with separate caches: parked ones, and those whose answer is one token.
-    single: Sequence[int] = ()
-    image_tokens: int = 0  # tokens of images in all sequences together
+    single: Sequence[int] = ()  # parked sequences, and those whose answer is one token
+    image_tokens: int = 0
 
     def __bool__(self) -> bool:
         return bool(self.batched or self.single)
@@ -55,14 +51,12 @@ class Layout:
     def nbytes(self, costs: RowCosts) -> int:
         if not self:
             return 0
-        # In prefill, a sequence is padded by up to a chunk, and the cache of a sliding window holds
-        # a chunk more than the window.
+        # Prefill pads a sequence by up to a chunk, and a sliding window's cache has a chunk more.
         kv, chunk = costs.kv, costs.chunk_tokens
         longest = max(self.batched, default=0)
         slots = len(self.batched) + len(self.batched) // SPARE_ROWS
         rectangle = slots * kv.of(longest + KV_STEP, chunk) if longest else 0
-        # The draft model has KV for up to `kv.draft.rows` sequences, of whatever kind: even for
-        # sequences that have a single token left.
+        # The draft model has KV for up to `kv.draft.rows` sequences of both kinds.
         drafted = min(kv.draft.rows, slots + len(self.single))
         drafts = kv.draft.token * (drafted * (max(longest, *self.single, 0) + KV_STEP) + chunk)
         single = sum(kv.of(length + KV_STEP, chunk) for length in self.single)
@@ -70,8 +64,8 @@ class Layout:
         return rectangle + drafts + drafted * kv.draft.states + single + kv.of(chunk) + images
 
     def has_buffers(self, costs: RowCosts) -> bool:
-        """Return True if no buffer exceeds the largest one that the device can have."""
-        # A layout's largest buffer has the keys, or the values, of one layer for a whole batch.
+        """Return True if no buffer exceeds the device's bound."""
+        # The largest buffer has one layer's keys, or values, for a whole batch.
         if costs.largest is None:
             return True
         slots = len(self.batched) + len(self.batched) // SPARE_ROWS
@@ -82,13 +76,12 @@ class Layout:
 
 
 def longest_chunk(chunk_tokens: int) -> int:
-    """Return the most tokens of a prefill chunk if prompts are split into `chunk_tokens`."""
-    # When the rest of a prompt is at most a quarter of a chunk, it is added to the chunk before it.
+    # The rest of a prompt is added to the last chunk if it is at most a quarter of a chunk.
     return chunk_tokens + chunk_tokens // 4
 
 
 class RowMemory:
-    """The share of the budget for the KV of one model's sequences."""
+    """The memory for the KV of one model's sequences."""
 
     def __init__(
         self, budget: Budget, costs: RowCosts, prefixes: PrefixShare | None = None
@@ -96,24 +89,18 @@ class RowMemory:
         self._budget = budget
         self._costs = costs
         self._share = budget.share()
-        # The model's prefix pool, which is freed when sequences or models need memory.
         self.prefixes = prefixes or PrefixShare(budget, budget.limit_bytes)
 
     @property
     def must_shrink_prefixes(self) -> bool:
-        """Return True if the prefix pool has to free memory for models or sequences."""
         return bool(self._costs.kv) and self.prefixes.excess_bytes > 0
 
     def note_prefixes(self, nbytes: int) -> None:
-        """Record the bytes that the prefix pool has now."""
         if self._costs.kv:
             self.prefixes.note(nbytes)
 
     def limit_prefixes(self) -> int | None:
-        """Set the limit of the prefix pool's bytes for the next step, and return the limit.
-
-        Return None if the model's KV is not counted.
-        """
+        """Set and return the most bytes of the prefix pool; None if KV is not counted."""
         if not self._costs.kv:
             return None
         row_bytes = Layout([min(self._costs.max_context, PREFIX_ROW)]).nbytes(self._costs)
@@ -122,15 +109,12 @@ class RowMemory:
         return allowed
 
     def adopt(self, chunk_tokens: int) -> None:
-        """Apply a new chunk size."""
         self._costs = replace(self._costs, chunk_tokens=chunk_tokens)
 
     def check(self, model: str, params: SequenceParams) -> None:
-        """Raise PromptTooLarge if there is no memory for the prompt and one token, even while no
-        other sequence runs.
-        """
+        """Raise PromptTooLarge if there can never be memory for the prompt and one token."""
         longest = self.longest
-        # Memory for `max_tokens` is not required, since few answers get that long.
+        # Few answers have `max_tokens`, so memory for these is not required.
         if longest <= len(params.prompt):
             raise PromptTooLarge(model, len(params.prompt), max(0, longest - 1))
 
@@ -148,36 +132,33 @@ class RowMemory:
         return bisect_left(range(1, LONGEST), True, key=exceeds)
 
     def grant_length(self, used: int, max_length: int, preemptions: int) -> int:
-        """Return the number of tokens to reserve memory for when a sequence joins, which has `used`
-        tokens now and at most `max_length` at its end.
-        """
-        # Each preemption of a sequence doubles its room for the answer, so that it gets rare.
+        """Return the tokens to reserve for a joining sequence that has `used` tokens now."""
+        # Each preemption doubles a sequence's room for the answer, so that preemptions get rare.
         usual = used + (self._costs.answer_tokens << preemptions)
         return min(max_length, max(used + 1, min(usual, self.longest)))
 
     def fits(self, layout: Layout, *, has_grown: bool = False) -> bool:
-        """Return True if there is memory for the model's sequences in this layout, once the model's
-        prefix pool is freed. `has_grown` means that the sequences are running already.
+        """Return True if there is memory for the sequences once the model's prefix pool is freed.
+
+        If `has_grown`, the sequences are running already.
         """
         available = self._budget.spare_bytes
         if has_grown:
-            # Running sequences may take bytes that a waiting model has claimed, and the bytes of
-            # other prefix pools, which are freed in later turns. New sequences may take neither.
+            # Running sequences may also take claimed bytes, and the bytes of other prefix pools.
             available = self._budget.free_bytes + self._budget.kept_besides(self.prefixes)
         has_bytes = self._missing_bytes(layout, available) <= 0
         return has_bytes and layout.has_buffers(self._costs)
 
     def hold(self, layout: Layout) -> None:
-        """Reserve the bytes of sequences in this layout."""
         if self._costs.kv:
             self._share.resize(max(0, layout.nbytes(self._costs) - self._costs.included))
 
     def make_room(self, layout: Layout, *, is_pressing: bool) -> None:
-        """Free the bytes that this layout lacks: ask other prefix pools for them or, if these are
-        empty, evict idle models. None are evicted if that is not enough. `is_pressing` means that
-        no sequence is running whose end would free memory.
+        """Free the bytes that this layout lacks, from other prefix pools or else from idle models.
+
+        If `is_pressing`, no sequence is running whose end would free memory.
         """
-        # No model is evicted for sequences while another model waits for bytes.
+        # While a model waits for bytes, no other model is evicted for sequences.
         free = self._budget.free_bytes
         missing = self._missing_bytes(layout, free)
         if self._budget.claimed_bytes or missing <= 0:
@@ -187,9 +168,7 @@ class RowMemory:
 
     @contextlib.contextmanager
     def watch(self, on_change: Callable[[], None]) -> Iterator[None]:
-        """While entered, call `on_change` whenever there may be memory for waiting sequences, or
-        whenever prefix pools have to free bytes.
-        """
+        """While entered, call `on_change` when memory gets free or prefix pools must free some."""
         self._budget.listen(on_change)
         try:
             yield
@@ -197,13 +176,10 @@ class RowMemory:
             self._budget.unlisten(on_change)
 
     def release(self) -> None:
-        """Release all bytes."""
         self._share.release()
 
     def _missing_bytes(self, layout: Layout, available: int) -> int:
-        """Return the bytes that the model's sequences lack in this layout: the needed bytes less
-        the reserved ones, `available` and the model's prefix pool.
-        """
+        """Return the bytes that the layout needs beyond the reserved and available ones."""
         if not self._costs.kv:
             return 0
         needed = layout.nbytes(self._costs) - self._costs.included

@@ -1,7 +1,4 @@
-"""Decides which sequences join, take turns, grow and are preempted, within GenerationLimits.
-
-A decision changes no sequence: the scheduler carries it out.
-"""
+"""Decides which sequences join, take turns, grow and are preempted."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -13,9 +10,9 @@ from gateway.serving.generation.memory import GROWTH, MARGIN, Layout, RowMemory
 from gateway.serving.generation.queue import Joins, WaitingQueue
 from gateway.serving.generation.widths import RUN, StepTimes, Width, choose_width
 
-MAX_PREEMPTIONS = 2  # a sequence isn't preempted more often than this while others can be instead
-QUANTUM = 64  # tokens that a sequence with a grammar decodes before another resumes in its place
-ANSWERS_SHARE = 0.25  # share of places kept for answers: sequences that score labels take the rest
+MAX_PREEMPTIONS = 2  # per sequence, while another sequence can be preempted instead
+QUANTUM = 64  # tokens that a sequence with a grammar decodes before another takes its place
+ANSWERS_SHARE = 0.25  # share of places that sequences which score labels may not take
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,55 +20,48 @@ class GenerationLimits:
     """The limits of a chat model's batch, of its prefill passes and of its queue."""
 
     max_batch_size: int
-    structured_rows: int = 1  # sequences with a grammar that decode at once
-    prefill_chunk_tokens: int  # most tokens of a prefill pass
-    pass_limit_s: float = 0.25  # seconds that a prefill pass may take
+    structured_rows: int = 1
+    prefill_chunk_tokens: int
+    pass_limit_s: float = 0.25
     queue_limit: int = NO_BOUND
     queue_max_tokens: int = NO_BOUND
-    tier_head_start_s: float = 5.0  # seconds that a priority request is ranked ahead of its arrival
-    memory_wait_s: float = 20.0  # longest wait of a sequence for memory that only other models hold
+    tier_head_start_s: float = 5.0  # seconds by which a priority request counts as earlier
+    memory_wait_s: float = 20.0  # longest wait of a sequence for memory that other models hold
 
 
 def prefill_goes_first(soon: int, decoding: int, waited_s: float, bound_s: float) -> bool:
-    """Return True if the `decoding` sequences should wait for the prefill of `soon` sequences,
-    which will then decode too.
-    """
-    # A decode step of a few sequences takes nearly as long as a step of all of them. So the prompts
-    # of a burst are prefilled first while more sequences are in prefill than decode. Decoding waits
-    # at most `bound_s` between two steps.
+    """Return True if `decoding` sequences should wait for the prefill of `soon` sequences."""
+    # A decode step of a few sequences takes nearly as long as a step of all of them, so decoding
+    # waits up to `bound_s` for a larger number of prompts.
     return soon > decoding and waited_s < bound_s
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The state on which decisions are based: the sequences in the batch, and the limits."""
+    """The sequences in the batch, and the limits of decisions about them."""
 
     limits: GenerationLimits
     memory: RowMemory
     choices: Sequence[Choice]
-    held: Sequence[Choice] = ()  # held sequences, in the order in which they will resume
+    held: Sequence[Choice] = ()  # in the order in which they will resume
     reading: frozenset[int] = frozenset()  # ids of the sequences in prefill
-    bearable: int | None = None  # most sequences in the batch since the device ran out of memory
+    bearable: int | None = None  # most sequences since the device ran out of memory
     step_s: StepTimes = ()
 
     @property
     def active(self) -> list[Choice]:
-        """Return the sequences that are not held."""
         return [choice for choice in self.choices if not choice.is_held]
 
     @property
     def constrained(self) -> list[Choice]:
-        """Return the sequences with a grammar that are not held."""
         return [choice for choice in self.active if choice.is_constrained]
 
     @property
     def decoding(self) -> list[Choice]:
-        """Return the sequences that are past prefill and not held."""
         return [choice for choice in self.active if choice.id not in self.reading]
 
     @property
     def free_places(self) -> int:
-        # Held sequences with a grammar take no place here, because they have separate places.
         taken = [
             choice for choice in self.choices if not (choice.is_held and choice.is_constrained)
         ]
@@ -79,12 +69,11 @@ class Batch:
 
     @property
     def width(self) -> Width:
-        """Return how many of the sequences that are past prefill should decode together."""
         return self.width_of(choice for choice in self.choices if choice.id not in self.reading)
 
     def width_of(self, choices: Iterable[Choice]) -> Width:
-        """Return how many of these sequences should decode together after their prefill."""
-        # Sequences that only score labels generate one token in prefill, and never decode.
+        """Return how many of these sequences should decode together after prefill."""
+        # Sequences that only score labels never decode.
         rows = [choice.is_constrained for choice in choices if choice.params.max_tokens > 1]
         beyond = max(0, sum(rows) - self.limits.structured_rows)
         return choose_width(self.step_s, min(self.limits.max_batch_size, len(rows) - beyond))
@@ -92,14 +81,13 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Joiner:
-    """A sequence that joins, the tokens to reserve memory for, and whether it is held at first."""
+    """A sequence that joins, and its reserved tokens."""
 
     choice: Choice
     length: int
     is_held: bool = False
 
     def lay_out(self, choices: Sequence[Choice], others: "Sequence[Joiner]" = ()) -> Layout:
-        """Return the memory layout of `choices` together with `others` and this joiner."""
         joiners = [*others, self]
         return lay_out(
             [*choices, *(joiner.choice for joiner in joiners)],
@@ -114,8 +102,8 @@ class Joining:
     def __init__(self, batch: Batch, waiting: WaitingQueue) -> None:
         limits = batch.limits
         self.joiners: list[Joiner] = []
-        self.blocked: Joiner | None = None  # the first sequence that lacks nothing but memory
-        # A sequence for which there is memory once other sequences of this model have ended.
+        self.blocked: Joiner | None = None  # the first sequence that lacks only memory
+        # A sequence for which there is memory once sequences of this model end.
         self.waits_for_rows: Choice | None = None
         self.stuck: list[Choice] = []  # sequences that lack memory which only other models hold
         self._batch = batch
@@ -124,8 +112,8 @@ class Joining:
         self._held_places = limits.max_batch_size - held
         self._free_constrained = (
             limits.structured_rows - len(batch.constrained) - held
-        )  # zero or negative if sequences with a grammar are held
-        self._room = limits.max_batch_size * 2  # active and held sequences
+        )  # at most zero if sequences with a grammar are held
+        self._room = limits.max_batch_size * 2
         if batch.bearable is not None:
             self._room = batch.bearable - len(batch.choices)
         has_places = max(self._places, self._held_places) > 0
@@ -142,7 +130,7 @@ class Joining:
         places = self._held_places if is_held else self._places
         if min(self._room, places) <= 0 or not self._can_finish(choice):
             return Joins.LATER
-        if choice.params.max_tokens > 1:  # the sequence will decode
+        if choice.params.max_tokens > 1:
             joined = [*self._batch.choices, *(joiner.choice for joiner in self.joiners), choice]
             is_held = is_held or self._batch.width_of(joined).alternates
             if is_held and choice.is_constrained and self._held_places <= 0:
@@ -169,9 +157,7 @@ class Joining:
             self._free_constrained -= joiner.choice.is_constrained
 
     def _can_finish(self, choice: Choice) -> bool:
-        """Return True if the sequence may be preempted again, or if there is memory for it to run
-        to its end together with all other sequences that may not be preempted again.
-        """
+        """Return True if the sequence may be preempted again or has memory to run to its end."""
         if choice.preemptions < MAX_PREEMPTIONS:
             return True
         choices = [*self._batch.choices, *(joiner.choice for joiner in self.joiners)]
@@ -186,14 +172,14 @@ class Rotation:
 
     parking: list[Choice] = field(default_factory=list)
     resuming: list[Choice] = field(default_factory=list)
-    is_blocked: bool = False  # True: no new sequence may join, as a held one lacks only memory
+    is_blocked: bool = False  # True if new sequences must wait for a held one that lacks memory
 
 
 def choose_rotation(batch: Batch) -> Rotation:
     """Choose which sequences are parked and which resume.
 
-    Sequences with a grammar take turns of QUANTUM tokens. While it is faster that only some of all
-    sequences decode together, all take turns of RUN tokens.
+    Sequences with a grammar take turns of QUANTUM tokens, or all sequences take turns of RUN tokens
+    while it is faster to decode only some together.
     """
     rotation, width, limits = Rotation(), batch.width, batch.limits
     ready = [choice for choice in batch.held if choice.id not in batch.reading]
@@ -203,8 +189,7 @@ def choose_rotation(batch: Batch) -> Rotation:
     running = sorted(batch.decoding, key=lambda choice: -choice.run)
     spent = [choice for choice in running if choice.is_constrained and choice.run >= QUANTUM]
     if width.alternates:
-        # Parking copies the KV of the whole batch, so the running sequences are parked together,
-        # once each has decoded RUN tokens.
+        # Parking copies the whole batch's KV, so the running sequences are parked together.
         spent = running if running and running[-1].run >= RUN else []
         excess = max(0, len(running) - width.rows)
         free = max(0, width.rows - len(running))
@@ -219,7 +204,7 @@ def choose_rotation(batch: Batch) -> Rotation:
             continue
         stopped = [] if is_free else stopping[:1]
         parking, resuming = [*rotation.parking, *stopped], [*rotation.resuming, choice]
-        # A held sequence has its memory already, so it can always resume while no other runs.
+        # A held sequence has its memory already, so it can resume while no other runs.
         is_alone = not batch.active and not rotation.resuming
         layout = lay_out(batch.choices, parking=parking, resuming=resuming)
         if not is_alone and not batch.memory.fits(layout, has_grown=True):
@@ -234,20 +219,16 @@ def choose_rotation(batch: Batch) -> Rotation:
 
 @dataclass(slots=True)
 class Growth:
-    """The planned growth of running sequences, and the sequences that are preempted for it."""
+    """The planned growth of running sequences, and the sequences preempted for it."""
 
-    lengths: dict[Choice, int] = field(default_factory=dict)  # tokens to reserve memory for
+    lengths: dict[Choice, int] = field(default_factory=dict)
     preempting: list[Choice] = field(default_factory=list)
-    capped: Choice | None = None  # a sequence that runs alone and cannot grow, so it ends early
-    room: Layout | None = None  # the layout for which idle models should be evicted
+    capped: Choice | None = None  # a sequence that cannot grow even alone, so it ends early
+    room: Layout | None = None
 
 
 def plan_growth(batch: Batch) -> Growth:
-    """Plan to reserve memory for sequences that will soon need more, the oldest first.
-
-    If memory is missing, the youngest sequences are preempted. A sequence that runs alone ends at
-    the length for which it has memory.
-    """
+    """Plan memory for the oldest sequences that need more, and preempt the youngest for it."""
     growth, choices, memory = Growth(), list(batch.choices), batch.memory
 
     def fits(layout: Layout) -> bool:
@@ -261,7 +242,7 @@ def plan_growth(batch: Batch) -> Growth:
         if fits(lay_out(choices, lengths)):
             continue
         if len(choices) == 1:
-            growth.room = lay_out(choices, lengths)  # memory may be free by its next turn
+            growth.room = lay_out(choices, lengths)
         lengths[choice] = min(choice.max_length, choice.used + MARGIN)
         while choice in choices and not fits(lay_out(choices, lengths)):
             if len(choices) == 1:
@@ -274,9 +255,6 @@ def plan_growth(batch: Batch) -> Growth:
 
 
 def choose_youngest(choices: Sequence[Choice]) -> Choice:
-    """Choose the sequence to preempt, if possible one that may be preempted: the youngest held
-    sequence or, if none is held, the youngest.
-    """
+    """Choose the youngest sequence, if possible a held one that may be preempted again."""
     preemptible = [choice for choice in choices if choice.preemptions < MAX_PREEMPTIONS]
-    # If other models have taken memory that was free before, there may be no preemptible sequence.
     return max(preemptible or choices, key=lambda choice: (choice.is_held, *choice.age))

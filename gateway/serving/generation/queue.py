@@ -1,4 +1,4 @@
-"""A chat model's queue: a bounded number of jobs, and the sequences that wait to join the batch."""
+"""A chat model's queue, which bounds jobs and orders the sequences that wait to join."""
 
 import asyncio
 import bisect
@@ -17,9 +17,8 @@ from gateway.serving.generation.choice import Choice
 
 
 def rank(arrived: float, tier: Tier, head_start_s: float) -> float:
-    """Return a request's rank in the queue. Requests with lower ranks go first."""
-    # A priority request is ranked as if it had arrived `head_start_s` earlier, and a flex request
-    # as if it had arrived later, so nobody waits for requests of higher tiers without end.
+    """Return a request's rank in the queue; lower ranks go first."""
+    # The head start is bounded, so that nobody waits for higher tiers without end.
     return arrived + {Tier.PRIORITY: -head_start_s, Tier.FLEX: head_start_s}.get(tier, 0.0)
 
 
@@ -29,11 +28,10 @@ class JobQueue:
     def __init__(self, model: str, *, max_tokens: int, max_choices: int) -> None:
         self._tokens = Admission(model, Noun.TOKENS, max_tokens)
         self._choices = Admission(model, Noun.CHOICES, max_choices)
-        self._jobs: Counter[int] = Counter()  # jobs of each request
+        self._jobs: Counter[int] = Counter()
         self._changed = asyncio.Event()
 
     def adopt(self, *, max_tokens: int, max_choices: int) -> None:
-        """Apply new limits, including to jobs that wait for a place."""
         self._tokens.limit = max_tokens
         self._choices.limit = max_choices
         self._notify()
@@ -45,10 +43,9 @@ class JobQueue:
         sequences: Sequence[SequenceParams],
         on_full: Callable[[], None] | None = None,
     ) -> AsyncIterator[None]:
-        """Hold a place for a job while entered.
+        """Hold a place for a job while entered. Raises Overloaded if the queue is full.
 
-        Raises Overloaded if the queue is full. With `on_full`, that is called instead, and the job
-        waits for a place until the caller's deadline.
+        With `on_full`, that is called instead, and the job waits until the caller's deadline.
         """
         with contextlib.ExitStack() as stack:
             while True:
@@ -66,8 +63,8 @@ class JobQueue:
 
     @contextlib.contextmanager
     def _admit(self, request: int, sequences: Sequence[SequenceParams]) -> Iterator[None]:
-        # The steps that score a question's labels count as one choice and share its prompt; each
-        # further step counts as one token.
+        # The steps that score a question's labels share its prompt, so each but the first counts as
+        # one token.
         counted = [each for each in sequences if each.step is None or each.step.is_first]
         tokens = sum(len(each.prompt) for each in counted) + len(sequences) - len(counted)
         is_more = self._jobs[request] > 0
@@ -84,7 +81,6 @@ class JobQueue:
                 self._notify()
 
     def _notify(self) -> None:
-        """Wake all jobs that wait for a place, so that they try again."""
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -93,37 +89,33 @@ class Joins(Enum):
     """The decision whether a waiting sequence joins the batch."""
 
     NOW = auto()
-    LATER = auto()  # the sequence doesn't join; sequences of other requests may overtake it
-    NONE = auto()  # the sequence doesn't join, and no sequence may overtake it
+    LATER = auto()  # sequences of other requests may overtake this one
+    NONE = auto()  # no sequence may overtake this one
 
 
 class WaitingQueue:
-    """The waiting sequences. Preempted ones are first, by rank; then requests take turns."""
+    """The waiting sequences: preempted ones by rank, then requests in turn."""
 
     def __init__(self) -> None:
         self._preempted: list[Choice] = []
-        self._requests: dict[str, dict[Choice, None]] = {}  # sequences in order of arrival
+        self._requests: dict[str, dict[Choice, None]] = {}
 
     def __len__(self) -> int:
         return len(self._preempted) + sum(map(len, self._requests.values()))
 
     def __iter__(self) -> Iterator[Choice]:
-        """Iterate over the waiting sequences, in no particular order."""
         for choices in (self._preempted, *self._requests.values()):
             yield from choices
 
     def add(self, choice: Choice) -> None:
-        """Queue a sequence that has not joined before."""
         choice.is_queued = True
         self._requests.setdefault(choice.request, {})[choice] = None
 
     def add_preempted(self, choice: Choice) -> None:
-        """Queue a preempted sequence, ahead of sequences that have not joined before."""
         choice.is_queued = True
         bisect.insort(self._preempted, choice, key=lambda choice: choice.rank)
 
     def remove(self, choices: Iterable[Choice]) -> None:
-        """Remove sequences that now join or are over."""
         for choice in choices:
             choice.is_queued = False
             if choice.id:
@@ -137,15 +129,13 @@ class WaitingQueue:
     def offer(self, running: Mapping[str, int], decide: Callable[[Choice], Joins]) -> None:
         """Call `decide` for the waiting sequences in order, until it returns NONE.
 
-        The caller must then remove the sequences that join. `running` has, for each request, the
-        number of its sequences in the batch.
+        The caller must then remove the sequences that join. `running` counts sequences by request.
         """
         for choice in self._preempted:
             if decide(choice) is Joins.NONE:
                 return
-        # The request with the fewest sequences in the batch is next; among equals, the one with the
-        # lowest rank. So a request with a thousand sequences doesn't delay other requests, but
-        # always runs at least one sequence.
+        # The request with the fewest sequences in the batch is next, so that a large request
+        # doesn't delay others; among equals, the one with the lowest rank.
         turns = [
             (running.get(request, 0), next(iter(choices)).rank, number, iter(choices))
             for number, (request, choices) in enumerate(self._requests.items())

@@ -1,6 +1,4 @@
-"""Schedules a chat model's sequences: plans for each turn which of them join, decode, are parked,
-are preempted and leave.
-"""
+"""Plans for each turn which sequences join, decode, are parked, are preempted and leave."""
 
 import asyncio
 from collections import deque
@@ -27,18 +25,17 @@ from gateway.serving.lane import Pace, Turn
 
 log = logs.get("generation")
 
-# While no other model needs the device, a prefill pass may be longer, so that several short prompts
-# share it: on a CPU, eight prompts of 50 tokens take only four times as long as one.
-ALONE_S = 10.0  # seconds without another model's turn after which a prefill pass may be longer
+# While no other model needs the device, several short prompts may share a longer prefill pass.
+ALONE_S = 10.0  # seconds without another model's turn before a longer pass
 ALONE_LIMIT = 4  # factor by which such a pass may exceed the time limit of a pass
-ALONE_WITH = ("load", "tidy")  # kinds of turns that don't count here: no answer waits for them
-STEPS_PER_TURN = 16  # decode steps in one call, since each call of the lane's thread costs 0.1 ms
-POLL_S = 0.25  # seconds between checks whether a model has been idle long enough to be evicted
+ALONE_WITH = ("load", "tidy")  # kinds of turns that don't count, since no answer waits for them
+STEPS_PER_TURN = 16  # decode steps in one call of the lane's thread, which costs 0.1 ms
+POLL_S = 0.25  # seconds between checks whether a model can be evicted
 
 
 @dataclass
 class PlanChanges:
-    """The changes to make before a turn's first pass, which become the fields of a StepPlan."""
+    """The changes of a StepPlan."""
 
     leaving: list[int] = field(default_factory=list)
     preempting: list[int] = field(default_factory=list)
@@ -51,25 +48,23 @@ class PlanChanges:
 class Scheduler:
     """One model's sequences and the memory of their KV. All methods run on the event loop."""
 
-    # Sequences in the batch are active or held. A held sequence is parked, or will be after its
-    # prefill. Sequences are held for two reasons: only a few sequences with a grammar decode at
-    # once, and on some devices a step of all sequences is slower than several steps of fewer. Held
-    # and active sequences take turns of QUANTUM or RUN tokens, so that a short answer need not wait
-    # for the end of long ones: nobody knows beforehand which answers are short.
+    # A held sequence is parked, or will be after prefill, because only a few sequences with a
+    # grammar decode at once, or because smaller steps are faster. Held and active sequences take
+    # turns, so that a short answer need not wait for long ones.
     def __init__(self, model: str, limits: GenerationLimits, memory: RowMemory) -> None:
         self.memory = memory
         self.limits = limits
-        self.bearable: int | None = None  # most sequences in the batch since memory ran out
-        self.leaving: list[int] = []  # ids of sequences that the engine has to drop
-        self.step_s: StepTimes = ()  # the model's measured step times
-        self.most_steps = STEPS_PER_TURN  # most decode steps of the current turn
+        self.bearable: int | None = None
+        self.leaving: list[int] = []
+        self.step_s: StepTimes = ()
+        self.most_steps = STEPS_PER_TURN
         self._has_alternated = False
         self._model = model
         self._last_id = 0
         self._waiting = WaitingQueue()
         self._batch: dict[int, Choice] = {}
-        self._held: deque[Choice] = deque()  # held sequences, the next to resume first
-        self._reading: frozenset[int] = frozenset()  # ids of the sequences in prefill
+        self._held: deque[Choice] = deque()
+        self._reading: frozenset[int] = frozenset()
         self._ending: dict[int, Choice] = {}  # preempted sequences that end with their tokens
         self._blocked: Joiner | None = None  # the sequence that lacked memory at the last try
         self._stuck: Sequence[Choice] = ()  # sequences that need memory which other models hold
@@ -77,7 +72,6 @@ class Scheduler:
 
     @property
     def batch(self) -> Batch:
-        """Return the current state, on which decisions are based."""
         return Batch(
             self.limits,
             self.memory,
@@ -90,17 +84,14 @@ class Scheduler:
 
     @property
     def waiting(self) -> int:
-        """Return the number of sequences that wait to join, or to join again."""
         return len(self._waiting)
 
     @property
     def parked(self) -> int:
-        """Return the number of held sequences that are past prefill and wait to resume."""
         return sum(choice.id not in self._reading for choice in self._held)
 
     @property
     def running(self) -> int:
-        """Return the number of sequences in the batch that are not parked."""
         return len(self._batch) - self.parked
 
     @property
@@ -109,7 +100,6 @@ class Scheduler:
 
     @property
     def prompts_in_prefill(self) -> list[int]:
-        """Return the lengths of the prompts in prefill, in tokens."""
         choices = self._batch.values()
         return [len(choice.params.prompt) for choice in choices if choice.id in self._reading]
 
@@ -124,7 +114,6 @@ class Scheduler:
 
     @property
     def is_short_of_memory(self) -> bool:
-        """Return True if a sequence could not join for lack of memory at the last try."""
         return self._blocked is not None
 
     @property
@@ -134,38 +123,30 @@ class Scheduler:
 
     @property
     def must_move(self) -> bool:
-        """Return True if a turn is needed even if no sequence decodes: to leave, end or resume."""
+        """Return True if a turn must make sequences leave, end or resume."""
         return bool(self.leaving or self._ending or choose_rotation(self.batch).resuming)
 
     def get(self, sequence_id: int) -> Choice | None:
-        """Return the choice of a sequence that is in the batch or about to end, else None."""
         return self._batch.get(sequence_id) or self._ending.get(sequence_id)
 
     def wait(self, choices: Iterable[Choice]) -> None:
-        """Add choices to the queue."""
         for choice in choices:
             self._waiting.add(choice)
 
     def note_reading(self, ids: frozenset[int]) -> None:
-        """Record which sequences are still in prefill after a pass."""
         self._reading = ids
 
     def note_end(self, sequence_id: int) -> None:
-        """Record that a sequence has ended."""
         if self._ending.pop(sequence_id, None) is None:
             self._exit(self._batch[sequence_id])
             self._bear_more()
 
     def shed(self) -> None:
-        """Limit the batch to half of its sequences, after the device ran out of memory.
-
-        The other half is preempted in the next turn. Each sequence that ends or leaves raises the
-        limit by one.
-        """
+        """Halve the batch in the next turn, after the device ran out of memory."""
         self.bearable = max(1, len(self._batch) // 2)
 
     def drop(self, choices: Sequence[Choice]) -> bool:
-        """Drop every sequence of a job. Return True if sequences have to leave the engine."""
+        """Drop these choices; return True if sequences have to leave the engine."""
         for choice in choices:
             if choice.is_over:
                 continue
@@ -194,10 +175,7 @@ class Scheduler:
         self._held.clear()
 
     def end_stuck(self, error: GatewayError) -> None:
-        """End sequences that have waited too long for memory that only other models hold.
-
-        A sequence that already has tokens ends normally with these, with finish reason `length`.
-        """
+        """End sequences that have waited too long for memory that other models hold."""
         now = asyncio.get_running_loop().time()
         for choice in self._stuck:
             has_joined = choice.stuck_since is None
@@ -213,16 +191,13 @@ class Scheduler:
                     self.leaving.append(choice.id)
 
     def end_all(self, error: GatewayError) -> None:
-        """End every sequence with an error."""
         self.end_running(error)
         for choice in self._waiting:
             choice.end(error)
         self._waiting = WaitingQueue()
 
     def look_for_memory(self) -> float | None:
-        """Record which sequences lack memory. Return the time, on the loop's clock, at which to
-        check for memory and end stuck sequences; None if no sequence lacks memory.
-        """
+        """Record which sequences lack memory; return when, on the loop's clock, to look again."""
         self._choose_joining()
         if not self.is_short_of_memory:
             return None
@@ -230,16 +205,14 @@ class Scheduler:
         return min([soon, *map(self._gives_up_at, self._stuck)])
 
     def make_room(self) -> None:
-        """Evict idle models to make room for the sequence that is next to join."""
         if self._blocked is not None and not self._blocked.choice.is_over:
             choices = list(self._batch.values())
             self.memory.make_room(self._blocked.lay_out(choices), is_pressing=not choices)
 
     def schedule(self, turn: Turn, *, may_join: bool) -> StepPlan:
-        """Return the plan of a turn's first pass, and record the planned changes as made. Call it
-        while the lane is held.
+        """Return the plan of a turn's first pass, and record its changes as made.
 
-        Memory is reserved for all steps of the turn, and for the pass that it launches ahead.
+        Memory is reserved for all steps of the turn.
         """
         changes = PlanChanges(leaving=self.leaving)
         self.leaving = []
@@ -259,7 +232,6 @@ class Scheduler:
         )
 
     def hold(self) -> None:
-        """Reserve the memory of the sequences in the batch."""
         self.memory.hold(lay_out(self._batch.values()))
 
     def _enter(self, choice: Choice) -> None:
@@ -275,16 +247,13 @@ class Scheduler:
             self._held.remove(choice)
 
     def _bear_more(self) -> None:
-        """Raise the limit of sequences by one, since a sequence has left. The limit is removed once
-        the batch is empty, or once the limit allows a full batch.
-        """
+        """Raise the limit of sequences by one, or remove it when it has no effect."""
         if self.bearable is not None:
             self.bearable += 1
             if not self._batch or self.bearable >= self.limits.max_batch_size:
                 self.bearable = None
 
     def _choose_joining(self) -> Sequence[Joiner]:
-        """Choose the sequences that join, and record which lack memory."""
         now = asyncio.get_running_loop().time()
         joining = Joining(self.batch, self._waiting)
         self._blocked, self._stuck = joining.blocked, joining.stuck
@@ -321,14 +290,12 @@ class Scheduler:
             self._held.remove(choice)
             self._batch[choice.id] = self._batch.pop(
                 choice.id
-            )  # now the last in the batch, so it is parked last among equals
+            )  # now the last in the batch, so the last to be parked among equals
             choice.rotated_at = choice.tokens
             changes.resuming.append(choice.id)
 
     def _note_width(self) -> None:
-        """While sequences take turns in runs, limit this turn's steps to the rest of the run. Also
-        record the gain of runs in the metrics.
-        """
+        """Let this turn end with the current run, if sequences take turns in runs."""
         batch, self.most_steps = self.batch, STEPS_PER_TURN
         rows, gain = width = batch.width
         metrics.of(metrics.WIDTH_GAIN, self._model).set(gain)
@@ -352,7 +319,7 @@ class Scheduler:
 
     def _preempt(self, choice: Choice, changes: PlanChanges) -> None:
         self._exit(choice)
-        for ids in (changes.parking, changes.resuming):  # earlier decisions of this turn are undone
+        for ids in (changes.parking, changes.resuming):  # undoes earlier decisions of this turn
             if choice.id in ids:
                 ids.remove(choice.id)
         changes.preempting.append(choice.id)
@@ -361,7 +328,6 @@ class Scheduler:
         metrics.of(metrics.PREEMPTIONS, self._model).inc()
 
     def _gives_up_at(self, choice: Choice) -> float:
-        """Return the time, on the loop's clock, at which a stuck sequence is ended."""
         assert choice.stuck_since is not None
         return choice.stuck_since + self.limits.memory_wait_s
 
@@ -376,7 +342,6 @@ class PrefillPace:
         self.adopt(limits)
 
     def adopt(self, limits: GenerationLimits) -> None:
-        """Apply new limits to prefill passes."""
         self._chunk_tokens = limits.prefill_chunk_tokens
         self._pace.limit_s = limits.pass_limit_s
         self._pace_alone.limit_s = ALONE_LIMIT * limits.pass_limit_s
@@ -387,16 +352,11 @@ class PrefillPace:
         return min(self._chunk_tokens, self._pace.tokens)
 
     def begin(self, turn: Turn, prompts: Sequence[int]) -> None:
-        """Begin a turn. `prompts` are the lengths of the prompts in prefill, in tokens."""
         self._turn, self._prompts = turn, prompts
 
     def choose(self, *, is_decoding: bool) -> int:
-        """Return the most tokens of the next pass.
-
-        Without other models' work, a pass may be longer. But while answers are decoding, that is so
-        only if the pass can prefill two whole prompts: a single prompt, or parts of longer prompts,
-        would only make these answers wait.
-        """
+        """Return the most tokens of the next pass, more if no other model has work."""
+        # A longer pass makes decoding answers wait, so it must then prefill two whole prompts.
         if self._turn.seconds_alone(ALONE_WITH) < ALONE_S:
             return self.tokens
         longer = min(self._chunk_tokens, self._pace_alone.tokens)
@@ -404,6 +364,5 @@ class PrefillPace:
         return longer if is_burst or not is_decoding else self.tokens
 
     def note(self, tokens: int, seconds: float) -> None:
-        """Adjust the limits of passes, after a pass of `tokens` padded tokens took `seconds`."""
         for pace in (self._pace, self._pace_alone):
             pace.note(tokens, seconds)

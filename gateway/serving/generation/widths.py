@@ -1,8 +1,7 @@
 """Chooses how many sequences share a decode step, for the most tokens per second.
 
-On some devices a step of two rows takes longer than two steps of one row, so batching gains nothing
-there. Therefore steps of the loaded model are timed at several widths. If a step of fewer rows
-gives more tokens per second than a step of all rows, sequences take turns in short runs.
+On some devices a step of two rows takes longer than two steps of one row. Steps of several widths
+are timed, and if narrower steps are faster, sequences take turns.
 """
 
 from bisect import bisect_left
@@ -13,28 +12,23 @@ from typing import Final, NamedTuple, TypeAlias
 StepTimes: TypeAlias = tuple[float, ...]  # seconds of a decode step for each of the first WIDTHS
 
 WIDTHS: Final = (1, 2, 4, 8, 16)  # rows of the steps that are timed
-LEAST_GAIN: Final = 1.1  # below this gain all sequences decode together
-RUN: Final = 8  # tokens that a sequence decodes before another resumes in its place
+LEAST_GAIN: Final = 1.1
+RUN: Final = 8  # tokens that a sequence decodes before another takes its place
 
 
 class Width(NamedTuple):
     """The number of sequences that should decode together."""
 
     rows: int
-    gain: float = 1.0  # tokens per second, relative to all sequences in one step
+    gain: float = 1.0  # tokens per second, relative to one step of all sequences
 
     @property
     def alternates(self) -> bool:
-        """Return True if sequences take turns, instead of decoding all together."""
         return self.gain > 1
 
 
 def next_width(step_s: StepTimes, most_rows: int, limit_s: float) -> int | None:
-    """Return the next width to time; None if no width is left.
-
-    None is left once all widths are timed, the next width is over `most_rows`, or a step took
-    longer than `limit_s`. Two rows are timed even if a step of one row took longer than that.
-    """
+    """Return the next width to time; None if all are timed or a step took over `limit_s`."""
     known = len(step_s)
     if known >= len(WIDTHS) or WIDTHS[known] > most_rows:
         return None
@@ -46,7 +40,7 @@ def choose_width(step_s: StepTimes, rows: int) -> Width:
     """Choose how many of `rows` sequences decode together; all of them if no times are known."""
     if rows < 2 or not step_s:
         return Width(rows)
-    # Widths between the measured ones need no check: interpolation never makes them the best.
+    # Interpolation never makes a width between the measured ones the best.
     rates = {
         width: width / seconds
         for width, seconds in zip(WIDTHS, step_s, strict=False)
@@ -59,9 +53,8 @@ def choose_width(step_s: StepTimes, rows: int) -> Width:
 
 
 def _seconds(step_s: Sequence[float], rows: int) -> float:
-    """Return the seconds of a step of `rows` rows, interpolated linearly between measured widths.
-    Beyond the widest, tokens per second are assumed to stay the same.
-    """
+    """Return the seconds of a step of `rows` rows, interpolated between the measured widths."""
+    # Beyond the widest, tokens per second are assumed to stay the same.
     end = bisect_left(WIDTHS, rows)
     if end >= len(step_s):
         return step_s[-1] * rows / WIDTHS[len(step_s) - 1]

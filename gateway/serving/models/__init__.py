@@ -1,9 +1,9 @@
 """Loaded models, downloads, and the catalog of served models.
 
 cache      models are loaded once, leased to requests, and evicted when idle
-entry      one model in the cache, with its state; failed loads
-pulls      downloads, one at a time; all callers of a model wait for one download
-served     the current catalog; facts about models' inputs, read from files
+entry      one model in the cache, and failures of loads
+pulls      downloads, one at a time
+served     the current catalog, and facts about models' inputs
 named      models that callers name although models.yaml does not list them
-eviction   places and bytes: which models hold them, wait for them, are evicted
+eviction   which models hold places and bytes, wait for them, or are evicted
 """

@@ -19,39 +19,35 @@ from gateway.serving.models.eviction import Abandoned, Room
 from gateway.serving.models.served import Served
 
 M = TypeVar("M")
-LOAD_RETRY_S = 5.0  # Retry-After while a model loads, since its queue's rate is unknown
+LOAD_RETRY_S = 5.0
 log = logs.get("cache")
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded(Generic[M]):
-    """A model in memory, and the bytes that it holds."""
+    """A model in memory."""
 
     model: M
     nbytes: int
-    # Applies a newer spec of the model, whose changed keys do not need a reload.
+    # Applies a newer spec, whose changed keys do not need a reload.
     adopt: Callable[[ModelSpec], None] = lambda _: None
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared(Generic[M]):
-    """A model whose files are on disk, and the bytes that it will hold."""
+    """A model whose files are on disk."""
 
     nbytes: int
-    # Returns a context manager that loads the model, and frees it at exit.
-    open: Callable[[], AbstractAsyncContextManager[Loaded[M]]]
+    open: Callable[[], AbstractAsyncContextManager[Loaded[M]]]  # loads the model until exit
 
 
 class Loader(Protocol[M]):
-    """The interface for loading models. app implements it, and tests use scripted loaders."""
+    """The interface for loading models."""
 
     async def prepare(self, spec: ModelSpec, base: M | None = None) -> Prepared[M]:
-        """Find or download a model's files, and read its size. For an adapter, `base` is its loaded
-        base model.
-        """
+        """Find or download the files of a model, or of an adapter of the loaded `base`."""
 
-    def fetched_percent(self, spec: ModelSpec) -> int | None:
-        """Return the percentage of a model's download that is done; None if none is running."""
+    def fetched_percent(self, spec: ModelSpec) -> int | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +55,7 @@ class Status:
     """A model's state, as the API shows it."""
 
     state: str  # "unloaded", "loading", "loaded", or "failed" if the last load failed
-    nbytes: int | None = None  # the model's share of the budget
+    nbytes: int | None = None
     last_used: int | None = None  # Unix time
     failure: str | None = None
 
@@ -67,8 +63,7 @@ class Status:
 class ModelCache(Generic[M]):
     """A cache of at most `max_models` models, within the memory budget.
 
-    A model that is no longer served, or whose spec has changed in a key that needs a reload, is
-    freed after its last lease. A context manager: exiting it frees every model.
+    A model that is no longer served, or whose spec needs a reload, is freed after its last lease.
     """
 
     def __init__(
@@ -88,25 +83,23 @@ class ModelCache(Generic[M]):
         self._ttl_s = ttl_s
         self._queue_limit = queue_limit
         self._entries: list[Entry[M]] = []
-        self._admissions: dict[str, Admission] = {}  # by model id, shared by all copies of a model
+        self._admissions: dict[str, Admission] = {}
         self._failures = Failures()
-        self._pins: dict[str, bool] = {}  # models pinned or unpinned by hand
+        self._pins: dict[str, bool] = {}  # set by `pin`
         self._is_closed = False
         self._room: Room[M] = Room(budget, max_models=max_models, is_pinned=self._is_pinned)
 
     @contextlib.asynccontextmanager
     async def lease(self, spec: ModelSpec, caller: Caller | None = None) -> AsyncIterator[M]:
-        """Yield the model, loading it first if necessary. A model with leases is never evicted.
+        """Yield the model, loading it first if necessary, and hold a place in its queue.
 
-        The caller holds a place in the model's queue while entered. Raises the error of a failed
-        load, ModelLoading or NoRoom after `load_wait_s`, Overloaded if the queue is full, and
-        DeadlineExceeded at the caller's deadline.
+        Raises a failed load's error, ModelLoading, NoRoom, Overloaded, and DeadlineExceeded.
         """
         with self._admit(spec, caller):
             async with contextlib.AsyncExitStack() as leases:
                 base = None
                 if isinstance(spec, ChatSpec) and spec.base_spec is not None:
-                    self._failures.check(spec.id)  # otherwise the base might be loaded for nothing
+                    self._failures.check(spec.id)  # else the base may be loaded in vain
                     lease = self._use(spec.base_spec, None, caller)
                     base = await leases.enter_async_context(lease)
                 entry = await leases.enter_async_context(self._use(spec, base, caller))
@@ -114,16 +107,13 @@ class ModelCache(Generic[M]):
                 yield entry.model
 
     async def load(self, spec: ModelSpec) -> None:
-        """Load a model, even if its last load failed a moment ago. Raises the errors of `lease`."""
+        """Load a model, even if its last load has just failed."""
         self._failures.forget(spec.id)
         async with self.lease(spec):
             pass
 
     async def unload(self, spec: ModelSpec) -> bool:
-        """Free a model, pinned or not, once its last lease has ended.
-
-        Return True if its memory was freed within `load_wait_s`. New callers load the model anew.
-        """
+        """Free a model after its last lease. Return False if that takes over `load_wait_s`."""
         self._failures.forget(spec.id)
         leaving = [entry for entry in self._entries if entry.spec.id == spec.id]
         for entry in leaving:
@@ -137,30 +127,25 @@ class ModelCache(Generic[M]):
         return True
 
     def pin(self, spec: ModelSpec, *, is_pinned: bool) -> None:
-        """Pin a model, so that it is not evicted, or unpin it, until models.yaml is reloaded."""
+        """Pin or unpin a model until models.yaml is reloaded."""
         self._pins[spec.id] = is_pinned
-        self._failures.clear()  # a model that did not fit beside the pinned models may fit now
+        self._failures.clear()
         for entry in self._entries:
             self._retire_if_unused(entry)
         self._room.notify()
 
     def is_pinned(self, spec: ModelSpec) -> bool:
-        """Return True if a model is pinned, by `pin` or else by its spec."""
         return self._pins.get(spec.id, spec.pinned)
 
     def reconsider(self) -> None:
-        """Apply a new catalog: free idle models that it no longer has, and `forget` them.
-
-        Loaded models adopt changed keys that do not need a reload. Failures of loads, and pins set
-        by `pin`, are forgotten.
-        """
+        """Apply a new catalog, free idle models that it lacks, and forget failures and pins."""
         self.forget()
         self._failures.clear()
         self._pins.clear()
         for entry in self._entries:
             current = self._served.catalog.current(entry.spec)
             if current is not None:
-                # Use the catalog's object: `load_alike` is fast for identical objects.
+                # `load_alike` is fast for identical objects.
                 entry.spec = current
                 if entry.is_loaded:
                     entry.adopt(current)
@@ -178,33 +163,27 @@ class ModelCache(Generic[M]):
 
     @property
     def entries(self) -> Sequence[Entry[M]]:
-        """Return the entries of all models that are loading, loaded or being freed."""
         return tuple(self._entries)
 
     def loaded(self) -> list[M]:
-        """Return the models that are loaded now."""
         return [entry.model for entry in self._entries if entry.model is not None]
 
     def states(self) -> dict[str, str]:
-        """Return the state of each model that is `loading`, `loaded` or `failed`, by id."""
         failed = dict.fromkeys(self._failures.models(), "failed")
         loading = {entry.spec.id: "loading" for entry in self._staying()}
         loaded = {entry.spec.id: "loaded" for entry in self._staying() if entry.is_loaded}
         return failed | loading | loaded
 
     def has_failed(self, spec: ModelSpec) -> bool:
-        """Return True if the last completed load of a model failed."""
         return self._failures.of(spec.id) is not None
 
     def model(self, spec: ModelSpec) -> M | None:
-        """Return a model if it is loaded, else None."""
         entries = [entry for entry in self._staying() if entry.spec.id == spec.id]
         if not entries:
             return None
         return entries[-1].model
 
     def status(self, spec: ModelSpec) -> Status:
-        """Return a model's status."""
         entries = [entry for entry in self._staying() if entry.spec.id == spec.id]
         failure = self._failures.of(spec.id)
         if not entries and failure:
@@ -223,13 +202,11 @@ class ModelCache(Generic[M]):
         return [entry for entry in self._entries if entry.state is not State.LEAVING]
 
     def _is_pinned(self, entry: Entry[M]) -> bool:
-        """Return True if an entry or one of its adapters, which are freed with it, is pinned."""
         current = self._served.catalog.current(entry.spec)
         is_pinned = current is not None and self.is_pinned(current) and entry.is_open
         return is_pinned or any(self._is_pinned(adapter) for adapter in self._adapters(entry))
 
     def _adapters(self, base: Entry[M]) -> list[Entry[M]]:
-        """Return the entries of a base model's adapters."""
         return [entry for entry in self._entries if entry.base is base]
 
     def _admission(self, spec: ModelSpec) -> Admission:
@@ -242,10 +219,6 @@ class ModelCache(Generic[M]):
         return admission
 
     def _admit(self, spec: ModelSpec, caller: Caller | None) -> AbstractContextManager[None]:
-        """Hold a place in the model's queue while entered, if there is a caller.
-
-        Raises Overloaded if the queue is full.
-        """
         if caller is None:
             return contextlib.nullcontext()
         caller.timings.model = spec.id
@@ -256,7 +229,6 @@ class ModelCache(Generic[M]):
     async def _use(
         self, spec: ModelSpec, base: Entry[M] | None, caller: Caller | None
     ) -> AsyncIterator[Entry[M]]:
-        """Hold a lease of one model, and yield its entry once it is loaded."""
         entry = self._entry(spec, base)
         entry.enter()
         try:
@@ -271,9 +243,7 @@ class ModelCache(Generic[M]):
             self._retire_if_unused(entry)
 
     def _entry(self, spec: ModelSpec, base: Entry[M] | None) -> Entry[M]:
-        """Return an entry for a model that accepts new callers, or else a new one, whose load is
-        begun.
-        """
+        """Return a model's open entry, or a new one, whose load begins."""
         if self._is_closed:
             raise ShuttingDown
         for entry in self._entries:
@@ -281,16 +251,15 @@ class ModelCache(Generic[M]):
                 return entry
         self._failures.check(spec.id)
         for counter in (metrics.REJECTED, metrics.EVICTIONS):
-            metrics.of(counter, spec.id)  # the series starts at 0: rates see the first event
+            metrics.of(counter, spec.id)  # creates the series, so that rates see the first event
         entry = Entry[M](spec, base)
         if base is not None:
-            base.enter()  # a lease until the adapter is loaded
+            base.enter()
         self._entries.append(entry)
         entry.task = asyncio.create_task(self._run(entry), name=f"model {spec.id}")
         return entry
 
     async def _wait(self, entry: Entry[M]) -> None:
-        """Wait for a load to end. Raises NoRoom or ModelLoading if it takes over `load_wait_s`."""
         try:
             async with asyncio.timeout(self._load_wait_s):
                 await entry.is_settled.wait()
@@ -303,9 +272,7 @@ class ModelCache(Generic[M]):
             ) from None
 
     def _retire_if_unused(self, entry: Entry[M]) -> None:
-        """If a model has no callers, free it if it was unloaded, replaced or removed; else start
-        its TTL.
-        """
+        """Free a model without callers if it was unloaded or removed, or else start its TTL."""
         if entry.leases:
             return
         if entry.may_move_to(State.LEAVING):
@@ -324,7 +291,6 @@ class ModelCache(Generic[M]):
         return f"being downloaded ({percent} %)"
 
     async def _run(self, entry: Entry[M]) -> None:
-        """Fetch a model's files, wait for room, load the model, serve it and free it."""
         started, spec, base = clock.now(), entry.spec, entry.base
         holding_base = contextlib.ExitStack()
         if base is not None:
@@ -333,14 +299,14 @@ class ModelCache(Generic[M]):
         try:
             prepared = await self._loader.prepare(spec, base.model if base is not None else None)
             if entry.state is State.LEAVING:
-                return  # the model was unloaded while its files were fetched
+                return
             log.info("model_loading", model=spec.id)
             async with (
                 self._room.hold(entry, prepared.nbytes) as share,
                 prepared.open() as loaded,
             ):
                 share.resize(loaded.nbytes)
-                if entry.spec is not spec:  # models.yaml was reloaded meanwhile
+                if entry.spec is not spec:
                     loaded.adopt(entry.spec)
                 holding_base.close()
                 with self._serve(entry, loaded, clock.now() - started):
@@ -364,8 +330,7 @@ class ModelCache(Generic[M]):
             self._room.notify()
 
     async def _free_adapters(self, base: Entry[M]) -> None:
-        """Free the adapters of a base model that is about to be freed."""
-        # The adapters have no callers, since an adapter's caller leases the base too.
+        # The adapters have no callers, since these would lease the base too.
         for entry in self._adapters(base):
             if entry.may_move_to(State.LEAVING):
                 entry.move_to(State.LEAVING)
@@ -375,7 +340,6 @@ class ModelCache(Generic[M]):
 
     @contextlib.contextmanager
     def _serve(self, entry: Entry[M], loaded: Loaded[M], seconds: float) -> Iterator[None]:
-        """Let waiting callers in, and count the model as loaded while entered."""
         model = entry.spec.id
         entry.last_used = clock.now()
         entry.model, entry.adopt = loaded.model, loaded.adopt
@@ -396,11 +360,10 @@ class ModelCache(Generic[M]):
     def _fail(
         self, entry: Entry[M], error: GatewayError, unforeseen: Exception | None = None
     ) -> None:
-        """Fail the callers that wait for a load. With an `unforeseen` error, log its traceback."""
         model = entry.spec.id
         metrics.of(metrics.MODEL_LOADS, model, "failed").inc()
         log.error("model_failed", model=model, error=str(error), exc_info=unforeseen)
-        if self._served.catalog.current(entry.spec):  # an older spec's error is not remembered
+        if self._served.catalog.current(entry.spec):
             self._failures.remember(model, error)
         entry.settle(error)
 

@@ -1,4 +1,4 @@
-"""A model in the cache and its state. Remembers failed loads, so that none is retried at once."""
+"""A model in the cache and its state, and the failures of loads."""
 
 import asyncio
 from collections.abc import Callable
@@ -18,24 +18,20 @@ from gateway.errors import (
 from gateway.registry import ModelSpec
 from gateway.serving.budget import Share
 
-UNAVAILABLE_S = 30.0  # seconds until a retry: not every request should wait for a dead network
-BROKEN_S = 5.0  # seconds until a retry of invalid files, which somebody may be repairing
+UNAVAILABLE_S = 30.0  # seconds until a retry if the hub fails or lacks the model
+BROKEN_S = 5.0  # seconds until a retry of a failed load
 M = TypeVar("M")
 T = TypeVar("T")
 
 
 class Failures:
-    """The errors of models whose last load failed. For a time each error is raised again, instead
-    of another try.
-    """
+    """The errors of models whose last load failed, which are raised again for a while."""
 
     def __init__(self) -> None:
         self._errors: dict[str, tuple[GatewayError, float]] = {}
 
     def remember(self, model: str, error: GatewayError) -> None:
-        """Remember an error that is due to the model. Other errors, such as a shutdown, are
-        ignored.
-        """
+        """Remember an error that is due to the model, and ignore others, such as a shutdown."""
         match error:
             case ModelUnavailable() | ModelNotFound() | ModelRefused():
                 seconds = UNAVAILABLE_S
@@ -43,18 +39,16 @@ class Failures:
                 seconds = BROKEN_S
             case _:
                 return
-        # A copy, because the frames of the error's traceback would keep a half-loaded model.
+        # The original error's traceback would keep a half-loaded model.
         self._errors[model] = (error.copy(), clock.now() + seconds)
 
     def forget(self, model: str) -> None:
-        """Forget a model's failure, so that its next load is tried at once."""
         self._errors.pop(model, None)
 
     def clear(self) -> None:
         self._errors.clear()
 
     def check(self, model: str) -> None:
-        """Raise the error of a model's last load if that failed recently."""
         error, until = self._errors.get(model, (None, 0.0))
         if error is not None and clock.now() < until:
             raise error.copy() from None
@@ -64,12 +58,11 @@ class Failures:
         return self._errors.get(model, (None, 0.0))[0]
 
     def models(self) -> tuple[str, ...]:
-        """Return the models whose last load failed."""
         return tuple(self._errors)
 
 
 async def shared(task: asyncio.Task[T]) -> T:
-    """Wait for a task that several callers share. Cancelling a caller doesn't cancel the task."""
+    """Wait for a shared task, which goes on if a caller is cancelled."""
     try:
         return await asyncio.shield(task)
     except GatewayError as error:
@@ -79,15 +72,13 @@ async def shared(task: asyncio.Task[T]) -> T:
 class State(Enum):
     """The state of a model in the cache."""
 
-    LOADING = "loading"  # the model's files, room or weights are awaited, and callers wait
-    READY = "ready"  # callers can use the model at once
-    RETIRING = "retiring"  # unloaded on request: present callers finish, new ones load it anew
-    LEAVING = "leaving"  # the model has no callers and is being freed
-    GONE = "gone"  # the model's memory is freed
+    LOADING = "loading"  # the model waits for files, room or weights
+    READY = "ready"
+    RETIRING = "retiring"  # the model is unloaded once its callers finish
+    LEAVING = "leaving"  # the model is being freed
+    GONE = "gone"
 
 
-# The legal changes of state. Every state may change to GONE, since at any time a load may fail or a
-# task may be cancelled.
 MOVES: Final = MappingProxyType(
     {
         State.LOADING: {State.READY, State.RETIRING, State.LEAVING, State.GONE},
@@ -104,39 +95,35 @@ class Entry(Generic[M]):
 
     def __init__(self, spec: ModelSpec, base: "Entry[M] | None" = None) -> None:
         self.spec = spec
-        # For an adapter, the entry of its base model, which is freed after the adapter. Callers of
-        # an adapter lease both.
+        # An adapter's base model is freed after the adapter.
         self.base = base
         self.state = State.LOADING
-        self.leases = 0  # how many callers use or wait for the model, and so keep it in the cache
+        self.leases = 0
         self.last_used = 0.0
-        self.task: asyncio.Task[None] | None = None  # fetches, loads and frees the model
+        self.task: asyncio.Task[None] | None = None
         self.leaving = asyncio.Event()
         self._ttl: asyncio.TimerHandle | None = None
 
-        # The progress of the model's load:
         self.needed_bytes: int | None = None  # known once the model's files are on disk
-        # Done when the wait for room ends: with a share or, if the model leaves instead, with None.
+        # The model's share, once it has room, or None if the model leaves before.
         self.admission: asyncio.Future[Share | None] | None = None
-        self.share: Share | None = None  # set once the model has room
+        self.share: Share | None = None
         self.model: M | None = None
         self.adopt: Callable[[ModelSpec], None] = lambda _: None
         self.failure: GatewayError | None = None
-        self.is_settled = asyncio.Event()  # set when the load has ended, successfully or not
+        self.is_settled = asyncio.Event()  # set when the load has succeeded or failed
 
     @property
     def is_open(self) -> bool:
-        """Return True if new callers may use this entry or wait for its load."""
+        """Return True if new callers may use the model or wait for it."""
         return self.state in (State.LOADING, State.READY)
 
     @property
     def is_leaving(self) -> bool:
-        """Return True if the model is being freed or has been freed."""
         return self.state in (State.LEAVING, State.GONE)
 
     @property
     def is_loaded(self) -> bool:
-        """Return True if the model is in memory and is not being freed."""
         return self.model is not None and not self.is_leaving
 
     @property
@@ -145,7 +132,6 @@ class Entry(Generic[M]):
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of the budget that the model holds."""
         if self.share is None:
             return 0
         return self.share.nbytes
@@ -164,22 +150,19 @@ class Entry(Generic[M]):
                 self.admission.set_result(None)
 
     def enter(self) -> None:
-        """Begin a lease."""
         self.leases += 1
         self.start_ttl(None)
 
     def leave(self) -> None:
-        """End a lease."""
         self.leases -= 1
         self.last_used = clock.now()
 
     def settle(self, failure: GatewayError | None = None) -> None:
-        """Wake the callers that wait for the load. `failure` is the load's error, if it failed."""
         self.failure = failure
         self.is_settled.set()
 
     def start_ttl(self, ttl_s: float | None) -> None:
-        """Free the model after `ttl_s` seconds unless it gets a lease. None cancels the timer."""
+        """Free the model after `ttl_s` seconds without a lease. None cancels the timer."""
         if self._ttl is not None:
             self._ttl.cancel()
             self._ttl = None

@@ -1,6 +1,4 @@
-"""Gives places and bytes to models that are to be loaded, in order of arrival, and evicts idle
-models to make room for them.
-"""
+"""Gives room to models that are to be loaded, and evicts idle models to make room."""
 
 import asyncio
 import contextlib
@@ -18,27 +16,27 @@ from gateway.serving.models.entry import Entry, State
 K = TypeVar("K")
 M = TypeVar("M")
 
-RECENT_S = 10.0  # seconds after its last use in which an idle model is likely to be needed again
+RECENT_S = 10.0  # seconds for which an idle model is likely to be needed again
 
 
 class Phase(Enum):
-    """The state of a model, as far as it matters to the plan of evictions."""
+    """The state of a model in the plan of evictions."""
 
-    WAITING = auto()  # the model waits for room
-    USED = auto()  # the model may not be evicted: it has callers, is loading or is pinned
-    IDLE = auto()  # the model has room, and may be evicted
-    LEAVING = auto()  # the model is being freed
+    WAITING = auto()
+    USED = auto()  # has callers, is loading or is pinned
+    IDLE = auto()
+    LEAVING = auto()
 
 
 @dataclass(frozen=True, slots=True)
 class Resident:
-    """The facts about a model on which the plan of evictions depends."""
+    """A model in the plan of evictions."""
 
     phase: Phase
     nbytes: int  # bytes that the model holds or, while WAITING, needs
     last_used: float = 0.0
-    is_requested: bool = True  # True: callers wait for the model
-    is_adapter: bool = False  # True: the model takes bytes, but no place
+    is_requested: bool = True
+    is_adapter: bool = False  # an adapter takes bytes, but no place
 
     @property
     def places(self) -> int:
@@ -51,8 +49,8 @@ class EvictionPlan(Generic[K]):
 
     admitted: tuple[K, ...] = ()
     leaving: tuple[K, ...] = ()
-    abandoned: tuple[K, ...] = ()  # waiting models without callers, for which there is no room
-    claimed_bytes: int = 0  # bytes kept for the first waiting model: new sequences can't take them
+    abandoned: tuple[K, ...] = ()  # waiting models without room and without callers
+    claimed_bytes: int = 0  # bytes kept from new sequences for the first waiting model
 
 
 def make_plan(
@@ -61,21 +59,17 @@ def make_plan(
     max_models: int,
     free_bytes: int,
     rows_bytes: int,
-    prefix_bytes: int = 0,  # the part of `rows_bytes` in prefix pools, which are freed if needed
+    prefix_bytes: int = 0,  # the part of `rows_bytes` in prefix pools
 ) -> EvictionPlan[K]:
-    """Plan which waiting models are admitted, in order of arrival, and which models are evicted.
-
-    No waiting model overtakes another. For the first waiting model without room, prefix pools are
-    freed, and then as few idle models as possible are evicted.
-    """
+    """Plan which waiting models to admit, in order, and which idle models to evict for them."""
     admitted: list[K] = []
     abandoned: list[K] = []
     idle = _in_phase(residents, Phase.IDLE)
     going = _in_phase(residents, Phase.LEAVING).values()
     free_places = max_models
     free_places -= sum(model.places for model in residents.values() if model.phase != Phase.WAITING)
-    # Adapters come first: a waiting adapter keeps its base in use, and an earlier model may be
-    # waiting for this base to leave.
+    # A waiting adapter keeps its base in use, and an earlier model may wait for that base to leave,
+    # so adapters come first.
     waiting = _in_phase(residents, Phase.WAITING).items()
     for key, newcomer in sorted(waiting, key=lambda item: not item[1].is_adapter):
         places, nbytes = newcomer.places - free_places, newcomer.nbytes - free_bytes
@@ -94,12 +88,11 @@ def make_plan(
         if places <= 0 and nbytes <= prefix_bytes:
             claimed_bytes = max(0, claimed_bytes - victims_bytes)
             return EvictionPlan((*admitted,), (*victims,), (*abandoned,), claimed_bytes)
-        # Evicting all idle models is not enough. Abandon the newcomer if no caller waits for it.
+        # Evicting all idle models is not enough, so a newcomer without callers is abandoned.
         if not newcomer.is_requested:
             abandoned.append(key)
             continue
-        # Otherwise the newcomer waits until models in use get idle. If there is enough room once
-        # running sequences end, their bytes are claimed, so that new sequences do not take them.
+        # The newcomer waits, and the bytes of running sequences are claimed if they will suffice.
         if places > 0 or nbytes > rows_bytes:
             claimed_bytes = 0
         return EvictionPlan((*admitted,), (), (*abandoned,), claimed_bytes)
@@ -107,15 +100,13 @@ def make_plan(
 
 
 def pick(idle: Mapping[K, Resident], *, places: int, nbytes: int) -> list[K]:
-    """Choose idle models, least recently used first, until they hold `places` and `nbytes`
-    together. If all of them hold less, choose all.
-    """
+    """Choose idle models, least recently used first, until they hold `places` and `nbytes`."""
     chosen: list[K] = []
     for key, resident in sorted(idle.items(), key=lambda item: item[1].last_used):
         if places <= 0 and nbytes <= 0:
             break
         if nbytes <= 0 and resident.is_adapter:
-            continue  # only places are missing, and an adapter takes no place
+            continue
         chosen.append(key)
         places -= resident.places
         nbytes -= resident.nbytes
@@ -127,11 +118,11 @@ def _in_phase(residents: Mapping[K, Resident], phase: Phase) -> dict[K, Resident
 
 
 class Abandoned(Exception):
-    """Raised to end a load early, because no caller waits for it or the model was unloaded."""
+    """Raised to end a load that no caller waits for, or whose model was unloaded."""
 
 
 class Room(Generic[M]):
-    """Gives places and bytes to models, and evicts idle models that are not pinned for others."""
+    """Gives places and bytes to models, and evicts idle models."""
 
     def __init__(
         self, budget: Budget, *, max_models: int, is_pinned: Callable[[Entry[M]], bool]
@@ -147,10 +138,10 @@ class Room(Generic[M]):
 
     @contextlib.asynccontextmanager
     async def hold(self, entry: Entry[M], nbytes: int) -> AsyncIterator[Share]:
-        """Hold a place and `nbytes` while entered. Evicts idle models if necessary.
+        """Hold a place and `nbytes` while entered, after evicting idle models if necessary.
 
-        Waits for room while the model has callers, and raises Abandoned once it has none. Raises
-        InsufficientMemory if there can never be room.
+        Raises Abandoned once the waiting model has no callers, and InsufficientMemory if there can
+        never be room.
         """
         if nbytes < 0:
             raise ValueError(f"a model cannot have {nbytes} bytes")
@@ -172,11 +163,7 @@ class Room(Generic[M]):
                 self.notify()
 
     def evict_idle(self, nbytes: int, *, is_pressing: bool) -> None:
-        """Evict idle models, least recently used first, until `nbytes` are free. Evict none if that
-        cannot be reached.
-
-        Models used in the last RECENT_S are evicted only if `is_pressing`.
-        """
+        """Evict the least recently used idle models until `nbytes` are free, or else none."""
         residents = self._residents()
         going = _in_phase(residents, Phase.LEAVING).values()
         missing = nbytes - self._budget.free_bytes - sum(model.nbytes for model in going)
@@ -190,7 +177,6 @@ class Room(Generic[M]):
                 _evict(entry)
 
     def pinned_bytes(self, *, without: str) -> int:
-        """Return the bytes of all pinned models except the one with this id."""
         return sum(
             entry.nbytes
             for entry in self._queue
@@ -198,21 +184,16 @@ class Room(Generic[M]):
         )
 
     def model_bytes(self) -> int:
-        """Return the bytes of all models, without those of sequences and prefix caches."""
         return sum(entry.nbytes for entry in self._queue)
 
     def users(self) -> list[str]:
-        """Return the ids of the models that are in use."""
         return [entry.spec.id for entry in self._queue if entry.share is not None and entry.leases]
 
     def notify(self) -> None:
-        """Call the budget's listeners, which serve waiting models and sequences. Call this method
-        whenever a model may have become idle or left.
-        """
+        """Call the budget's listeners, after a model may have become idle or left."""
         self._budget.notify()
 
     def _update(self) -> None:
-        """Make a plan for the current state, and carry it out."""
         self._refuse_impossible()
         plan = make_plan(
             self._residents(),
@@ -244,14 +225,13 @@ class Room(Generic[M]):
     def _phase(self, entry: Entry[M]) -> Phase:
         if entry.waits_for_room:
             return Phase.WAITING
-        if entry.is_leaving or entry.share is None:  # a model without a share was refused room
+        if entry.is_leaving or entry.share is None:
             return Phase.LEAVING
         if entry.state is not State.READY or entry.leases or self._is_pinned(entry):
             return Phase.USED
         return Phase.IDLE
 
     def _rows_bytes(self) -> int:
-        """Return the bytes of sequences and prefix caches."""
         used_bytes = self._budget.limit_bytes - self._budget.free_bytes
         return max(0, used_bytes - self.model_bytes())
 
@@ -259,8 +239,7 @@ class Room(Generic[M]):
         assert entry.admission is not None
         assert entry.needed_bytes is not None
         entry.share = self._budget.share()
-        # The future must be done before `resize` calls listeners, or they would admit the model
-        # again.
+        # `resize` calls listeners, which would admit the model again if the future were not done.
         entry.admission.set_result(entry.share)
         entry.share.resize(entry.needed_bytes)
 
@@ -274,7 +253,7 @@ class Room(Generic[M]):
                 entry.admission.set_exception(obstacle)
 
     def _find_obstacle(self, entry: Entry[M]) -> GatewayError | None:
-        """Return an error if the model can never have room beside the pinned models, else None."""
+        """Return an error if the model can never have room beside the pinned models."""
         assert entry.needed_bytes is not None
         pinned = [
             other

@@ -1,6 +1,4 @@
-"""Serves models that models.yaml does not list, once a request or an admin names a repository of
-the hub.
-"""
+"""Serves models that models.yaml does not list, once a caller names a repository of the hub."""
 
 import asyncio
 import re
@@ -26,7 +24,7 @@ from gateway.serving.models.pulls import ADMIN, Pull, Pulls
 from gateway.serving.models.served import Served
 
 MOST_NAMED: Final = 16
-MOST_REFUSED: Final = 256  # most repositories whose refusal is remembered for a while
+MOST_REFUSED: Final = 256
 RETRY_S: Final = 5.0
 _PART = r"\w(?:[\w.-]{0,94}\w)?"
 _REPO = re.compile(rf"(?:hub:)?({_PART}/{_PART}(?<!\.git))", re.ASCII)
@@ -38,24 +36,20 @@ class Candidate:
 
     spec: ModelSpec
     weights: int
-    missing: int  # bytes of the model's files that are still to be downloaded
-    whole: int  # bytes of all the model's files
-    free: int  # free bytes on the disk
+    missing: int
+    whole: int
+    free: int
 
 
 class Offers(Protocol):
     """The interface for looking up models on a hub."""
 
     async def offer(self, repo: str, is_pull: bool) -> Candidate:
-        """Look up a repository. Raises a GatewayError for a model that may not or cannot be served.
-        Only for an admin's pull (`is_pull`) may the model be one that is not public.
-        """
+        """Look up a model, which must be public unless `is_pull`. Raises a GatewayError."""
 
 
 def repository(name: str) -> str | None:
-    """Return the `org/name` in a model's name, which may begin with `hub:`. Return None if the name
-    cannot be that of a repository of the hub.
-    """
+    """Return the `org/name` in a model's name, or None if it cannot be a repository of the hub."""
     match = _REPO.fullmatch(name)
     if match is None or ".." in name or "--" in name:
         return None
@@ -65,8 +59,7 @@ def repository(name: str) -> str | None:
 def check_sizes(candidate: Candidate, *, pending: int, memory: int, reserve: int) -> None:
     """Raise InsufficientMemory or InsufficientDisk if a model is too large to be downloaded.
 
-    `pending` is the bytes still to be downloaded for other models, and `reserve` the bytes of the
-    disk that must stay free.
+    Other downloads need `pending` bytes, and `reserve` bytes must stay free.
     """
     model, missing, free = candidate.spec.id, candidate.missing, candidate.free
     if candidate.weights > memory:
@@ -80,20 +73,18 @@ def check_sizes(candidate: Candidate, *, pending: int, memory: int, reserve: int
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class NamedModels:
-    """The served models that callers have named, at most MOST_NAMED. Beyond that a new one replaces
-    an idle one.
-    """
+    """The served models that callers have named, at most MOST_NAMED."""
 
     served: Served
     models: ModelCache[Any]
     hub: Offers
     pulls: Pulls
-    patterns: Sequence[str]  # patterns of the models that requests may name
+    patterns: Sequence[str]
     memory_bytes: int
     reserve_bytes: int
-    # Running lookups on the hub by repository, each with the id of the API key that asked for it.
+    # Running lookups by repository, each with the id of the API key that asked for it.
     _looks: dict[str, tuple[str, asyncio.Task[ModelSpec]]] = field(default_factory=dict)
-    _refusals: Failures = field(default_factory=Failures)  # errors of lookups for requests
+    _refusals: Failures = field(default_factory=Failures)
 
     def is_new(self, name: str) -> bool:
         """Return True for a name that may be a model on the hub and is not served yet."""
@@ -101,15 +92,14 @@ class NamedModels:
         return bool(self.patterns) and repo is not None and self._known(name, repo) is None
 
     def _known(self, *names: str | None) -> str | None:
-        """Return the first of these names that is in the catalog, if any is."""
         known = self.served.catalog.names()
         return next((name for name in names if name in known), None)
 
     async def admit(self, name: str, key: str) -> None:
         """Serve a model that a request names, if it matches `patterns`, and begin its download.
 
-        Raises ModelNotFound if it matches none, Overloaded while another model is looked up or
-        downloaded for this key, and the errors of `Offers.offer` and `check_sizes`.
+        Raises ModelNotFound if it matches none, Overloaded while this key waits for another model,
+        and the errors of `Offers.offer` and `check_sizes`.
         """
         repo = repository(name)
         if repo is None or not self.is_new(name):
@@ -125,9 +115,7 @@ class NamedModels:
         await self._add(repo, key)
 
     async def pull(self, name: str) -> Pull:
-        """Begin, or find, an admin's pull of any model in the catalog or on the hub. Raises the
-        errors of `admit`.
-        """
+        """Begin or join an admin's pull of any model. Raises the errors of `admit`."""
         repo = repository(name)
         known = self._known(name, repo)
         if known is None and repo is not None:
@@ -135,7 +123,6 @@ class NamedModels:
         return self.pulls.begin(self.served.catalog.resolve(known or name).spec, ADMIN)
 
     async def _add(self, repo: str, key: str) -> ModelSpec:
-        """Add a model, or wait until another caller has added it."""
         if repo not in self._looks:
             self._looks[repo] = (key, asyncio.create_task(self._look(repo, key)))
         return await shared(self._looks[repo][1])
@@ -163,7 +150,6 @@ class NamedModels:
         return candidate.spec
 
     def _refuse(self, repo: str, error: GatewayError) -> None:
-        """Remember a refusal, so that the hub is not asked again for a while."""
         if len(self._refusals.models()) >= MOST_REFUSED:
             self._refusals.clear()
         self._refusals.remember(repo, error)

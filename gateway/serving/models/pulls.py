@@ -1,6 +1,4 @@
-"""Downloads models' files, one model at a time, in order of arrival. All callers that need a model
-wait for the same download.
-"""
+"""Downloads models' files, one model at a time; all callers of a model share its download."""
 
 import asyncio
 from collections.abc import Sequence
@@ -14,37 +12,32 @@ from gateway.registry import ChatSpec, ModelSpec
 from gateway.serving.models.entry import shared
 
 log = logs.get("pulls")
-ADMIN = "admin"  # the key id under which an admin's pulls are counted
-NOBODY = "none"  # the key id under which pulls are counted that no key asked for
+ADMIN = "admin"
+NOBODY = "none"  # the key id of pulls that no key asked for
 
 
 class Fetched(NamedTuple):
     """The progress of a model's download, in bytes."""
 
     completed: int
-    # The size of all the model's files; None until the hub has listed them.
-    total: int | None = None
+    total: int | None = None  # None until the hub has listed the files
 
 
 class Store(Protocol):
     """The interface for finding and downloading models' files."""
 
     async def find(self, spec: ModelSpec) -> Path | None:
-        """Return the path of a model's files if all files that it loads are on this disk."""
+        """Return the path of a model's files if all are on this disk."""
 
     async def files(self, spec: ModelSpec, *, is_pull: bool = False) -> Path:
-        """Find or download a model's files, and return their path.
+        """Find or download a model's files; an admin's pull may do so despite the settings."""
 
-        `is_pull` means an admin's pull, which may download even if the settings forbid downloads.
-        """
-
-    def fetched(self, spec: ModelSpec) -> Fetched:
-        """Return how much of a model is on disk."""
+    def fetched(self, spec: ModelSpec) -> Fetched: ...
 
 
 @dataclass(slots=True, eq=False)
 class Pull:
-    """A download that is running, or that waits for another one to end."""
+    """A waiting or running download."""
 
     spec: ModelSpec
     key: str
@@ -53,10 +46,7 @@ class Pull:
     task: "asyncio.Task[Path]" = field(init=False)
 
     async def wait(self) -> Path:
-        """Wait for the download and return the files' path. Cancelling a caller doesn't stop it.
-
-        Raises ModelUnavailable, ModelLoadFailed, and ShuttingDown.
-        """
+        """Wait for the download. Raises ModelUnavailable, ModelLoadFailed, and ShuttingDown."""
         try:
             return await shared(self.task)
         except asyncio.CancelledError:
@@ -66,9 +56,7 @@ class Pull:
 
 
 class Pulls:
-    """The waiting and running downloads. A context manager: exiting it ends the downloads, but
-    keeps complete files on disk.
-    """
+    """The waiting and running downloads, which end when this context exits."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -77,29 +65,23 @@ class Pulls:
 
     @property
     def under_way(self) -> Sequence[Pull]:
-        """Return the waiting and running downloads, the oldest first."""
         return tuple(self._pulls.values())
 
     @property
     def pending(self) -> int:
-        """Return the bytes that all downloads are still to fetch, as far as sizes are known."""
+        """Return the bytes that all downloads still need, as far as sizes are known."""
         return sum(max(0, pull.whole - self._on_disk(pull.spec)) for pull in self.under_way)
 
     def _on_disk(self, spec: ModelSpec) -> int:
         return self._store.fetched(spec).completed
 
     def fetched(self, pull: Pull) -> Fetched:
-        """Return the progress of a download."""
-        # `completed` is capped, since it may include files of an older revision.
+        # Files of an older revision may be on disk too, so the bytes are capped.
         completed, total = self._store.fetched(pull.spec)
         return Fetched(min(completed, total or completed), total)
 
     def begin(self, spec: ModelSpec, key: str = NOBODY, whole: int = 0) -> Pull:
-        """Return a model's download, after beginning it unless it is under way already.
-
-        The downloaded bytes are counted for `key`. `whole` is the size of the model's files, if
-        known.
-        """
+        """Return a model's download, and begin it for `key` unless it is under way."""
         name = (spec.id, spec.source)
         pull = self._pulls.get(name)
         if pull is None:
@@ -109,7 +91,6 @@ class Pulls:
         return pull
 
     def percent(self, spec: ModelSpec) -> int | None:
-        """Return the percentage of a model's download that is done; None if none is running."""
         pull = self._pulls.get((spec.id, spec.source))
         completed, total = self.fetched(pull) if pull is not None else Fetched(0)
         if not total:
@@ -119,7 +100,7 @@ class Pulls:
     def _end(self, name: object) -> None:
         task = self._pulls.pop(name).task
         if not task.cancelled():
-            task.exception()  # retrieved, so that asyncio does not log it if nobody waits
+            task.exception()  # retrieved, so that asyncio does not log it
 
     async def _run(self, pull: Pull) -> Path:
         files = await self._store.find(pull.spec)
@@ -133,7 +114,6 @@ class Pulls:
             return files
 
     async def _fetch(self, spec: ModelSpec, key: str) -> Path:
-        """Download one model's files, unless an earlier download has fetched them."""
         started, before = clock.now(), self._on_disk(spec)
         try:
             return await self._store.files(spec, is_pull=key == ADMIN)
@@ -155,7 +135,6 @@ class Pulls:
 
 
 def _parts(spec: ModelSpec) -> Sequence[ModelSpec]:
-    """Return the specs to download: a model, preceded by its base if it is an adapter."""
     if isinstance(spec, ChatSpec) and spec.base_spec is not None:
         return (spec.base_spec, spec)
     return (spec,)

@@ -1,8 +1,7 @@
-"""One model split over several processes, the ranks: rank 0 serves requests, and the other ranks
-repeat each call of rank 0's engine.
+"""One model split over several processes, the ranks, of which rank 0 serves requests.
 
-calls       converts calls of an engine to bytes and back; digests, to compare ranks' results
-links       the connections between rank 0 and the other ranks; notices when a rank is lost
+calls       converts engine calls to bytes and back; digests results
+links       the connections between rank 0 and the other ranks
 leading     rank 0's engine, which sends each call to the other ranks too
-following   the other ranks, which make rank 0's calls until rank 0 ends the group
+following   the other ranks, which make rank 0's calls
 """

@@ -1,6 +1,6 @@
-"""The calls that rank 0 sends to the other ranks, as bytes, and digests of their results.
+"""The calls that rank 0 sends to other ranks, as JSON, and digests of their results.
 
-The bytes are JSON of the dataclasses below. Unlike a pickle, JSON cannot run code.
+Unlike a pickle, JSON cannot run code.
 """
 
 import zlib
@@ -14,19 +14,18 @@ from gateway.jobs.steps import StepPlan, StepResult, Verdict
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """The facts of rank 0 that the other ranks need to load their shares of a model."""
+    """The facts that the other ranks need to load their shares of a model."""
 
     spec: str  # a digest of the model's keys in models.yaml
-    files: str  # the model's self-test digest, which must be the same on every rank
+    files: str  # the model's self-test digest, which must be equal on every rank
     prefix_cache_bytes: int
     speculate_rows: int
 
 
 @dataclass(frozen=True, slots=True)
 class LoadCall:
-    """Load this rank's share of a model."""
+    """Load this rank's share of a model; the reply is empty or the reason of a failure."""
 
-    # A rank's reply is an empty text or, if the load fails, the reason.
     model: str
     setup: Setup
     method: Literal["load"] = "load"
@@ -34,7 +33,7 @@ class LoadCall:
 
 @dataclass(frozen=True, slots=True)
 class DropCall:
-    """Close a model, if it is loaded. Ranks do not reply to this call."""
+    """Close a model, without a reply."""
 
     model: str
     method: Literal["drop"] = "drop"
@@ -42,9 +41,8 @@ class DropCall:
 
 @dataclass(frozen=True, slots=True)
 class StepCall:
-    """Run a step of the engine."""
+    """Run a step of the engine; the reply is a digest of the result."""
 
-    # A rank's reply is the digest of the step's result.
     model: str
     plan: StepPlan
     method: Literal["step"] = "step"
@@ -52,7 +50,7 @@ class StepCall:
 
 @dataclass(frozen=True, slots=True)
 class ProbeCall:
-    """Probe the device, to find out whether it still works."""
+    """Probe the device."""
 
     model: str
     method: Literal["probe"] = "probe"
@@ -60,11 +58,11 @@ class ProbeCall:
 
 @dataclass(frozen=True, slots=True)
 class SelfTestCall:
-    """Run the next step of the self-test, or the first step of a new one if `is_first`."""
+    """Run the next step of the self-test, or the first step if `is_first`."""
 
     model: str
     is_first: bool
-    rows: int  # rows of the decode step to time; 0 for the test that compares sequences
+    rows: int  # rows of the decode step to time; 0 for the comparison of sequences
     method: Literal["self_test"] = "self_test"
 
 
@@ -79,7 +77,7 @@ class VerdictCall:
 
 @dataclass(frozen=True, slots=True)
 class DropAdapterCall:
-    """Free the adapter with this number."""
+    """Free an adapter."""
 
     model: str
     number: int
@@ -92,7 +90,7 @@ Call: TypeAlias = LoadCall | DropCall | EngineCall
 _CALLS: Final[TypeAdapter[Call]] = TypeAdapter(
     Annotated[Call, Field(discriminator="method")],
     config=ConfigDict(
-        arbitrary_types_allowed=True,  # for the field with a compiled grammar, which is always None
+        arbitrary_types_allowed=True,  # for the compiled grammar, which is always None
         extra="forbid",
         ser_json_bytes="base64",
         val_json_bytes="base64",
@@ -106,7 +104,7 @@ def encode(call: Call) -> bytes:
 
 
 def decode(data: bytes) -> Call:
-    """Return the call in these bytes. Raises ValueError for any other bytes."""
+    """Return the call in these bytes. Raises ValueError."""
     try:
         return _CALLS.validate_json(data)
     except ValidationError as error:
@@ -114,9 +112,7 @@ def decode(data: bytes) -> Call:
 
 
 def digest(result: StepResult) -> str:
-    """Return a digest of a step's result. If ranks have different digests, they have diverged."""
-    # The digest leaves out ids of tool calls, which are random, and logprobs, which ranks may round
-    # differently.
+    # Ids of tool calls are random, and ranks may round logprobs differently: neither counts.
     said = [
         (delta.id, delta.tokens, delta.finish_reason, delta.text, delta.reasoning, delta.error)
         for delta in result.deltas

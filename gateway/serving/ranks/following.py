@@ -1,4 +1,4 @@
-"""The loop of a rank above 0, which makes each call that rank 0 sends, until the group ends."""
+"""The loop of a rank above 0, which makes each call that rank 0 sends."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Generator
@@ -26,25 +26,24 @@ from gateway.serving.ranks.calls import (
 
 log = logs.get("ranks")
 
-IDLE_S: Final = 10.0  # seconds without a call after which freed memory returns to the system
-GRAMMARS: Final = 64  # most compiled grammars in the cache
+IDLE_S: Final = 10.0  # seconds without a call after which `tidy` is called
+GRAMMARS: Final = 64
 
 
 class Link(Protocol):
     """The connection to rank 0."""
 
     def next_frame(self, wait_s: float) -> bytes | None:
-        """Return the next frame, or None after `wait_s`. An empty frame ends the group."""
+        """Return the next frame, or None after `wait_s`; an empty frame ends the group."""
 
-    def reply(self, outcome: str) -> None:
-        """Send the outcome of the last frame to rank 0."""
+    def reply(self, outcome: str) -> None: ...
 
 
 LoadModel = Callable[[str, Setup], GenerationEngine]
 
 
 def follow(link: Link, load: LoadModel, tidy: Callable[[], None]) -> None:
-    """Make the calls that arrive, until rank 0 ends the group. Must run on the one MLX thread."""
+    """Make rank 0's calls on the MLX thread, until rank 0 ends the group."""
     models: dict[str, FollowingEngine] = {}
     while True:
         frame = link.next_frame(IDLE_S)
@@ -64,7 +63,6 @@ def follow(link: Link, load: LoadModel, tidy: Callable[[], None]) -> None:
 
 
 def _load(call: LoadCall, load: LoadModel, models: "dict[str, FollowingEngine]") -> str:
-    """Load a model. Return an empty text or, if the load fails, the reason."""
     try:
         models[call.model] = FollowingEngine(load(call.model, call.setup))
     except GatewayError as error:
@@ -78,9 +76,7 @@ def _load(call: LoadCall, load: LoadModel, models: "dict[str, FollowingEngine]")
 
 
 class FollowingEngine:
-    """This rank's engine of one model. It repeats the calls of rank 0's engine. Of the results only
-    digests are used.
-    """
+    """This rank's engine of one model, which repeats the calls of rank 0's engine."""
 
     def __init__(self, engine: GenerationEngine) -> None:
         self._engine = engine
@@ -88,9 +84,7 @@ class FollowingEngine:
         self._grammars: OrderedDict[Grammar, Compiled] = OrderedDict()
 
     def make(self, call: EngineCall) -> str:
-        """Make a call. Return the outcome, which should be the same on every rank: a digest, an
-        empty text, or the name of an error.
-        """
+        """Make a call, and return the reply."""
         try:
             return self._make(call) or ""
         except Exception as error:
@@ -107,7 +101,7 @@ class FollowingEngine:
                     self._end_test()
                     self._test = engine.time_step(rows) if rows else engine.self_test()
                 if next(self._test, None) is not None and rows:
-                    self._end_test()  # timing is complete, and ending it frees the test's KV
+                    self._end_test()  # timing is complete, so the test's KV is freed
             case VerdictCall(verdict=verdict):
                 engine.apply_verdict(verdict)
             case DropAdapterCall(number=number):
@@ -128,7 +122,6 @@ class FollowingEngine:
         return digest(result)
 
     def _with_grammar(self, params: SequenceParams) -> SequenceParams:
-        """Return the params with the compiled grammar, which each rank compiles itself."""
         grammar = params.grammar
         if grammar is None:
             return params

@@ -1,8 +1,6 @@
-"""Rank 0's engine, which sends each call to the other ranks just before it makes the call itself.
+"""Rank 0's engine, which sends each call to the other ranks before it makes the call itself.
 
-An engine's decisions depend only on its calls, not on a clock or on measured memory. So the same
-calls in the same order produce the same batches on every rank, and all ranks take part in every
-pass.
+An engine's decisions depend only on its calls, so every rank takes part in the same passes.
 """
 
 import contextlib
@@ -31,7 +29,7 @@ from gateway.serving.ranks.calls import (
 from gateway.serving.ranks.links import Leader
 
 T = TypeVar("T")
-WAIT_S: Final = 0.02  # seconds that one step of a load waits for other ranks, holding the lane
+WAIT_S: Final = 0.02  # seconds of a load's step, with the lane held, that wait for other ranks
 
 
 def lead_in_steps(
@@ -42,8 +40,7 @@ def lead_in_steps(
 ) -> Generator[GenerationEngine | None]:
     """Load a model on every rank, in steps. The last step yields rank 0's engine.
 
-    Must run on the lane. `setup` lets the other ranks load the same model. If a rank fails, raises
-    ModelLoadFailed, which names the rank.
+    Must run on the lane. Raises ModelLoadFailed if a rank fails.
     """
     sent = leader.send(encode(LoadCall(model, setup)))
     engine: GenerationEngine | None = None
@@ -76,7 +73,7 @@ def lead_in_steps(
 class LeadingEngine:
     """Rank 0's engine of a model that several ranks share."""
 
-    prefixes = None  # each rank has only a part of the prefix cache
+    prefixes = None  # rank 0 has only a part of the prefix cache
 
     def __init__(self, leader: Leader, model: str, engine: GenerationEngine) -> None:
         self._leader = leader
@@ -90,8 +87,6 @@ class LeadingEngine:
         self.routing_keys = engine.routing_keys
 
     def step(self, plan: StepPlan) -> StepResult:
-        """Run a step on every rank. Return the result once all ranks have the same digest of it."""
-        # If a rank was lost during the pass, this rank's result may be wrong.
         joining = [(number, _with_seed(params)) for number, params in plan.joining]
         plan = replace(plan, joining=joining)
         sent = [(number, _to_send(params)) for number, params in joining]
@@ -132,7 +127,7 @@ class LeadingEngine:
             self._engine.close()
 
     def _make(self, call: EngineCall, act: Callable[[], T]) -> T:
-        """Make a call on every rank. Raises Unavailable unless all ranks have the same outcome."""
+        """Make a call on every rank. Raises Unavailable if outcomes differ."""
         sent = self._leader.send(encode(call))
         try:
             result = act()
@@ -148,12 +143,12 @@ class LeadingEngine:
 
 
 def _with_seed(params: SequenceParams) -> SequenceParams:
-    # The seed is drawn on rank 0, so that all ranks have the same seed.
+    # Rank 0 draws the seed, so that all ranks have the same one.
     if params.sampling.seed is not None:
         return params
     return replace(params, sampling=replace(params.sampling, seed=secrets.randbits(64)))
 
 
 def _to_send(params: SequenceParams) -> SequenceParams:
-    # Each rank compiles the grammar itself. The prompt is copied to a list, as JSON needs.
+    # Each rank compiles the grammar itself, and JSON needs the prompt as a list.
     return replace(params, compiled=None, prompt=list(params.prompt))

@@ -1,7 +1,6 @@
-"""The connections between rank 0 and each other rank: rank 0 sends frames and gets short replies.
+"""The connections between rank 0 and each other rank: rank 0 sends frames and gets replies.
 
-Rank 0 notices that a rank is gone when that rank's connection closes. If keep-alive probes get no
-answer, the kernel closes the connection after KEEP_ALIVE_S. An empty frame ends the group.
+An empty frame ends the group.
 """
 
 import contextlib
@@ -26,16 +25,15 @@ from gateway.errors import Unavailable
 log = logs.get("ranks")
 
 Link: TypeAlias = "Connection[Any, Any]"
-JOIN_S: Final = 60.0  # seconds for all ranks to connect, once the group has formed
-END_S: Final = 5.0  # seconds for the other ranks to close their connections at the end
+JOIN_S: Final = 60.0  # seconds in which all ranks have to connect
+END_S: Final = 5.0  # seconds in which the other ranks should close their connections
 KEEP_ALIVE_S: Final = 11  # seconds: 5 of silence, then three probes every 2 seconds
-LONGEST: Final = 1 << 30  # most bytes of a frame
-MOST_UNKNOWN: Final = 64  # most connections that have not yet named their rank
-STATUS_OF_A_LOSS: Final = 70  # EX_SOFTWARE of sysexits.h, as after a stall
+LONGEST: Final = 1 << 30
+MOST_UNKNOWN: Final = 64
+STATUS_OF_A_LOSS: Final = 70
 _WORD_BYTES: Final = 64 << 10
 _OUTCOME_CHARS: Final = 2000
 _STOP: Final = {"stop": True}
-# Errors that a connection raises when it closes, or that an invalid reply raises.
 _ENDS: Final = (EOFError, OSError, ValueError, LookupError)
 
 
@@ -57,7 +55,7 @@ class Invitation:
 
 
 class Sent:
-    """A frame that was sent to every rank, with the ranks' replies so far."""
+    """A frame that was sent to every rank, with the replies so far."""
 
     def __init__(self) -> None:
         self.replies: dict[int, str] = {}
@@ -70,12 +68,10 @@ class Leader:
         self._links = links
         self._words: queue.SimpleQueue[tuple[int, int, str]] = queue.SimpleQueue()
         self._count = 0
-        # Sent frames by number: a reply to one frame may arrive while replies to another are
-        # awaited. The references are weak, so replies to a frame that nobody waits for are dropped.
+        # Sent frames by number; the references are weak, so replies that nobody waits for are lost.
         self._sent: WeakValueDictionary[int, Sent] = WeakValueDictionary()
         self._is_over = False
-        self.lost: str | None = None  # describes the loss of a rank; None while all are connected
-        # Called when another rank gets a signal to stop.
+        self.lost: str | None = None
         self.on_stop: Callable[[], object] = lambda: None
         self._threads = [
             threading.Thread(target=self._listen, args=(rank,), name=f"rank {rank}", daemon=True)
@@ -97,9 +93,7 @@ class Leader:
         return sent
 
     def replies(self, sent: Sent, wait_s: float | None = None) -> Mapping[int, str] | None:
-        """Return each rank's reply to a frame, or None if some are missing after `wait_s`. Raises
-        Unavailable if a rank is gone.
-        """
+        """Return the replies, or None if some are missing after `wait_s`. Raises Unavailable."""
         until = None if wait_s is None else clock.now() + wait_s
         while len(sent.replies) < len(self._links):
             self._check()
@@ -114,17 +108,14 @@ class Leader:
         return sent.replies
 
     def agree(self, sent: Sent, outcome: str) -> None:
-        """Wait until every rank has replied to a frame with this outcome. Raises Unavailable if a
-        rank has another outcome, or is gone.
-        """
-        # Results that were computed together with a rank that diverged must not be used.
+        """Wait until every rank has replied with this outcome. Raises Unavailable."""
+        # Results that were computed with a rank that diverged must not be used.
         for rank, reply in (self.replies(sent) or {}).items():
             if reply != outcome:
                 self._lose(f"rank {rank} got a different result")
         self._check()
 
     def close(self) -> None:
-        """End the group. Wait until every rank has disconnected, for at most END_S."""
         self._is_over = True
         for link in self._links.values():
             with contextlib.suppress(OSError):
@@ -138,7 +129,6 @@ class Leader:
             raise Unavailable(f"The group is ending: {self.lost}.", retry_after_s=1)
 
     def _listen(self, rank: int) -> None:
-        """Read a rank's messages until the connection closes."""
         with self._links[rank] as link, contextlib.suppress(*_ENDS):
             while True:
                 word = json.loads(link.recv_bytes(_WORD_BYTES))
@@ -153,14 +143,13 @@ class Leader:
         is_news = self.lost is None and not self._is_over
         if is_news:
             self.lost = what
-        self._words.put((0, 0, ""))  # wakes the lane's thread if it waits for a reply
+        self._words.put((0, 0, ""))
         if is_news:
             log.critical("rank_lost", lost=what, hint="see that rank's log; the group ends")
 
 
 @contextlib.contextmanager
 def inviting(host: str) -> Iterator[tuple[Invitation, socket.socket]]:
-    """Listen on a free port of the host; yield the invitation to send to the other ranks."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, 0), family=family) as listener:
         port = listener.getsockname()[1]
@@ -168,12 +157,9 @@ def inviting(host: str) -> Iterator[tuple[Invitation, socket.socket]]:
 
 
 def accept(listener: socket.socket, invitation: Invitation, ranks: Sequence[int]) -> Leader:
-    """Wait until these ranks have connected. Raises TimeoutError after JOIN_S.
-
-    Any other connection is refused, at the latest when the wait ends, and delays no rank.
-    """
+    """Wait until these ranks have connected. Raises TimeoutError after JOIN_S."""
     links: dict[int, socket.socket] = {}
-    # Connections that have not yet named their rank, with the bytes received so far, oldest first.
+    # Connections that have not named their rank, oldest first, with the bytes received so far.
     unknown: dict[socket.socket, bytearray] = {}
     until = clock.now() + JOIN_S
     listener.setblocking(False)
@@ -203,8 +189,7 @@ def accept(listener: socket.socket, invitation: Invitation, ranks: Sequence[int]
 
 
 def _welcome(listener: socket.socket, unknown: dict[socket.socket, bytearray]) -> None:
-    """Accept a connection. If over MOST_UNKNOWN have not named their rank, refuse the oldest."""
-    with contextlib.suppress(OSError):  # the client left before it was accepted
+    with contextlib.suppress(OSError):
         link, _ = listener.accept()
         link.setblocking(False)
         unknown[link] = bytearray()
@@ -222,11 +207,11 @@ def _readable(links: Sequence[socket.socket], wait_s: float) -> list[socket.sock
 
 
 def _hear(link: socket.socket, said: bytearray) -> bytes | None:
-    """Read more of a connection's first frame. `said` has the frame's bytes so far.
+    """Read more of a connection's first frame, and return the frame once it is complete.
 
-    Return the frame once it is complete, None before, and empty bytes if it can't be completed.
+    Returns None before, and empty bytes if the frame is invalid.
     """
-    length = int.from_bytes(said[:4], "big")  # a Connection sends a frame's length before it
+    length = int.from_bytes(said[:4], "big")
     size = 4
     if len(said) >= size:
         size += length
@@ -248,7 +233,7 @@ def _hear(link: socket.socket, said: bytearray) -> bytes | None:
 
 
 def _rank_in(hello: bytes, invitation: Invitation) -> int:
-    """Return the rank named in a connection's first frame; -1 unless it has the right secret."""
+    """Return the rank in a connection's first frame; -1 without the right secret."""
     try:
         word, rank = json.loads(hello)
         if hmac.compare_digest(str(word), invitation.word) and type(rank) is int:
@@ -287,7 +272,6 @@ class Follower:
         return cls(link, exit_process)
 
     def next_frame(self, wait_s: float) -> bytes | None:
-        """Return the next frame, or None after `wait_s`. An empty frame ends the group."""
         try:
             frame = self._frames.get(timeout=wait_s)
         except queue.Empty:
@@ -296,13 +280,11 @@ class Follower:
         return frame
 
     def reply(self, outcome: str) -> None:
-        """Send the outcome of the last frame to rank 0."""
         word = {"of": self._number, "reply": outcome[:_OUTCOME_CHARS]}
-        with contextlib.suppress(OSError):  # rank 0 is gone: `_listen` exits the process
+        with contextlib.suppress(OSError):  # rank 0 is gone, so `_listen` exits the process
             self._link.send_bytes(json.dumps(word).encode())
 
     def ask_to_stop(self) -> None:
-        """Ask rank 0 to end the group."""
         with contextlib.suppress(OSError):
             self._link.send_bytes(json.dumps(_STOP).encode())
 
@@ -313,8 +295,8 @@ class Follower:
                 self._frames.put(frame)
                 if not frame:
                     return
-        # Rank 0 disconnected without an empty frame. The process exits at once: its main thread may
-        # be stuck in a pass that never ends.
+        # Rank 0 disconnected without an empty frame. The main thread may be stuck in a pass, so the
+        # process exits at once.
         with contextlib.suppress(Exception):  # stderr may not be writable
             log.critical("leader_lost", hint="rank 0 ended unexpectedly: see its log")
             sys.stderr.flush()
