@@ -44,14 +44,13 @@ class AdapterFiles:
 
     @property
     def weights(self) -> int:
-        """Count the weights in all factors."""
         return sum(math.prod(shape) for both in self.shapes.values() for shape in both)
 
     def factors(self) -> dict[str, tuple[mx.array, mx.array]]:
         """Return each module's factors, which are read when evaluated."""
         with self.folder.blame():
             arrays = mx.load(str(self.folder.folder / WEIGHTS))
-            assert isinstance(arrays, dict)  # mx.load returns a dict for safetensors
+            assert isinstance(arrays, dict)
             return {
                 module: (arrays[f"{module}.lora_a"], arrays[f"{module}.lora_b"])
                 for module in self.shapes
@@ -94,7 +93,6 @@ def _read_config(files: Checkpoint, config: Mapping[str, Any]) -> tuple[int, flo
 def _pair(
     files: Checkpoint, tensors: Mapping[str, Tensor], rank: int
 ) -> dict[str, tuple[Shape, Shape]]:
-    """Return the shapes of each module's two factors."""
     if not tensors:
         raise files.failed(f"{WEIGHTS} has no weights")
     unknown = [name for name in tensors if name.rpartition(".")[2] not in _FACTORS]
@@ -133,20 +131,17 @@ _Module: Any = Module  # untyped in mlx's stubs
 
 @dataclass(frozen=True, slots=True)
 class _Places:
-    """The places of the rows' adapters in a stack."""
+    """The places in a stack that the rows of a pass need."""
 
     only: int | None  # the place, if all rows have the same adapter
-    index: mx.array  # (rows,), each row's place
+    index: mx.array  # (rows,)
     # (rows, 1, 1) bool: True for rows whose adapter is in the stack. None means all rows.
     mask: mx.array | None
 
 
 class _Rows:
-    """The adapter number of each row in a pass, and the places of these adapters in stacks."""
-
     def __init__(self, numbers: tuple[int, ...]) -> None:
         self.numbers = numbers
-        # The results of `find`, by its argument.
         self._found: dict[tuple[int, ...], _Places | None] = {}
 
     def find(self, numbers: tuple[int, ...]) -> _Places | None:
@@ -169,10 +164,8 @@ class _Rows:
 
 
 class _Pass:
-    """The state of the current pass, which a model's adapted modules share."""
-
     def __init__(self) -> None:
-        self.rows: _Rows | None = None  # None if no row has an adapter
+        self.rows: _Rows | None = None  # None without adapters
         self.gathers = False  # True if mx.gather_mm supports the factors' type
 
 
@@ -186,7 +179,7 @@ class _Stack(_Module):  # type: ignore[misc]
         super().__init__()
         evaluate(lora_a, lora_b)
         self.lora_a, self.lora_b = lora_a, lora_b
-        self.numbers = tuple(numbers)  # the adapters in the factors' order
+        self.numbers = tuple(numbers)
 
     @property
     def nbytes(self) -> int:
@@ -224,17 +217,16 @@ class _Stack(_Module):  # type: ignore[misc]
 
 
 class AdaptedLinear(_Module):  # type: ignore[misc]
-    """A linear projection, quantized or not, with the factors of the adapters that change it."""
+    """A linear projection with the factors of the adapters that change it."""
 
     def __init__(self, linear: Any, current: _Pass) -> None:
         super().__init__()
         self.linear = linear
-        self.stacks: list[_Stack] = []  # one for each rank
+        self.stacks: list[_Stack] = []
         self._current = current
 
     @property
     def nbytes(self) -> int:
-        """Count the bytes of the factors."""
         return sum(stack.nbytes for stack in self.stacks)
 
     def __call__(self, x: mx.array) -> mx.array:
@@ -259,14 +251,14 @@ class AdaptedLinear(_Module):  # type: ignore[misc]
 
     def drop(self, number: int) -> None:
         for i, stack in enumerate(self.stacks):
-            if number in stack.numbers:  # at most one stack has it
+            if number in stack.numbers:
                 rest = stack.without(number)
                 self.stacks[i : i + 1] = [] if rest is None else [rest]
                 return
 
 
 class Adapters:
-    """The adapters of a model. A number is never used for two adapters."""
+    """The adapters of a model. No number is used twice."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -289,11 +281,10 @@ class Adapters:
             self._current.rows = None
 
     def add_in_steps(self, files: AdapterFiles) -> Generator[Adapter | None]:
-        """Read an adapter and add it, some modules per step. The last step yields the Adapter.
+        """Read and add an adapter, some modules per step; the last step yields the Adapter.
 
-        Passes may run between two steps. Raises ModelLoadFailed if the adapter does not fit the
-        model. An error, or an early close of the generator, leaves nothing of the adapter in the
-        model.
+        Passes may run between steps. Raises ModelLoadFailed for an adapter that doesn't fit. After
+        an error or an early close, nothing of the adapter is left in the model.
         """
         if not self._modules:
             self._current.gathers = can_gather(self.dtype)
@@ -317,7 +308,6 @@ class Adapters:
         yield Adapter(number, files.folder.name, added)
 
     def drop(self, number: int) -> None:
-        """Remove an adapter. Modules without adapters become plain projections again."""
         for path, module in list(self._modules.items()):
             module.drop(number)
             if not module.stacks:
@@ -338,7 +328,7 @@ class Adapters:
         self._model.update_modules(tree_unflatten([(path, module)]))
 
     def _find_linears(self, files: AdapterFiles) -> dict[str, Any]:
-        """Return the projections that an adapter changes. Raises ModelLoadFailed for a misfit."""
+        """Return the projections that an adapter changes, after checking that it fits them."""
         failed = files.folder.failed
         named: dict[str, Any] = dict(self._model.named_modules())
         named |= {path: module.linear for path, module in self._modules.items()}
@@ -367,7 +357,6 @@ class Adapters:
 def _prepare(
     files: AdapterFiles, path: str, factors: tuple[mx.array, mx.array], dtype: mx.Dtype
 ) -> tuple[mx.array, mx.array]:
-    """Read a module's factors in the model's type, with the scale applied to lora_b."""
     with files.folder.blame():
         lora_a = factors[0].astype(dtype)
         lora_b = (factors[1].astype(mx.float32) * files.scale).astype(dtype)
@@ -379,7 +368,6 @@ def _prepare(
 
 
 def _multiply(x: mx.array, factors: mx.array, index: mx.array, *, gathers: bool) -> mx.array:
-    """Multiply each row of x, (rows, tokens, n), with the factors at its index."""
     if not gathers:
         return x @ factors[index]
     product: mx.array = mx.gather_mm(x, factors, rhs_indices=index)

@@ -21,14 +21,14 @@ from gateway.panics import as_exception
 from gateway.registry import is_gguf
 
 _INDEX = "model.safetensors.index.json"
-# The bytes read per step, which a disk with 2.5 GB/s reads in 0.1 s.
+# A disk with 2.5 GB/s reads this in 0.1 s.
 SLICE_BYTES: Final = 256 << 20
 # The longest header that the format allows.
 HEADER_BYTES: Final = 100_000_000
 # mlx-lm's OLMo calls sys.exit if its package is missing.
 MISSING_PACKAGE: Final = "mlx-lm's class for this model_type needs a package that is not installed"
 KV_GROUP_SIZES: Final = (64, 32)
-# Names of weights for images, sound or drafts, which mlx-lm drops.
+# Names of weights for images, sound or drafts.
 TOWER: Final = r"visual|(embed_)?(vision|audio)\w*|\w*(projector|tower|embedder)|mtp\w*"
 _TOWER: Final = re.compile(rf"(^|.*\.)({TOWER})(\..*|$)")
 
@@ -45,11 +45,10 @@ class Tensor:
 class Listing(Protocol):
     """A model's folder or GGUF file, described before its weights are read."""
 
-    def failed(self, reason: str) -> ModelLoadFailed:
-        """Return the error that says why this model cannot be loaded."""
+    def failed(self, reason: str) -> ModelLoadFailed: ...
 
     def config(self) -> Mapping[str, Any]:
-        """Return the content of config.json, or the equivalent in a GGUF file."""
+        """Return config.json, or the equivalent of a GGUF file."""
 
     def tensors(self) -> Mapping[str, Tensor]:
         """List every array by its name in mlx-lm's model."""
@@ -57,7 +56,10 @@ class Listing(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A model's folder, and the name that callers know the model by."""
+    """A model's folder, and the name that callers know the model by.
+
+    Its methods raise ModelLoadFailed for faulty files.
+    """
 
     name: str
     folder: Path
@@ -75,16 +77,14 @@ class Checkpoint:
             raise self.failed(f"{about}{type(reason).__name__}: {reason}") from error
 
     def inside(self, path: str) -> "Checkpoint":
-        """Return the checkpoint of a subfolder. Raises ModelLoadFailed for a path outside the
-        folder.
-        """
+        """Return the checkpoint of a subfolder, for a path that stays in the folder."""
         folder = (self.folder / path).resolve()
         if not folder.is_relative_to(self.folder.resolve()):
             raise self.failed(f"modules.json points outside the model's folder: {path}")
         return Checkpoint(self.name, folder)
 
     def read_json(self, file: str) -> Any:
-        """Return the content of a JSON file, or None if there is no such file."""
+        """Return the content of a JSON file, or None if there is no file."""
         path = self.folder / file
         if not path.is_file():
             return None
@@ -94,7 +94,6 @@ class Checkpoint:
             raise self.failed(f"{file} is not valid JSON: {error}") from error
 
     def read_object(self, file: str) -> dict[str, Any]:
-        """Return the JSON object in a file, or an empty one if there is no such file."""
         content = self.read_json(file)
         if content is None:
             return {}
@@ -134,19 +133,19 @@ class Checkpoint:
             raise self.failed("modules.json is no list of modules with type and path") from error
 
     def weights(self) -> dict[str, mx.array]:
-        """Open the safetensors. Their arrays are read when evaluated."""
+        """Open the safetensors, whose arrays are read when evaluated."""
         arrays: dict[str, mx.array] = {}
         for file in self._weight_files():
             try:
                 loaded = mx.load(str(self.folder / file))
             except (RuntimeError, ValueError) as error:
                 raise self.failed(f"{file} is not a whole safetensors file: {error}") from error
-            assert isinstance(loaded, dict)  # mx.load returns a dict for safetensors
+            assert isinstance(loaded, dict)
             arrays.update(loaded)
         return arrays
 
     def tensors(self) -> dict[str, Tensor]:
-        """List the arrays without those for images, sound and drafts. Raises ModelLoadFailed."""
+        """List the arrays, without those for images, sound and drafts."""
         has_towers = self.config().get("model_type") == "muse_spark"  # only its class keeps them
         return {
             name: tensor
@@ -155,7 +154,6 @@ class Checkpoint:
         }
 
     def all_tensors(self) -> dict[str, Tensor]:
-        """List every array by its name in the safetensors. Raises ModelLoadFailed."""
         files = self._weight_files()
         return {name: tensor for file in files for name, tensor in self.header(file).items()}
 
@@ -202,7 +200,6 @@ class Checkpoint:
 
 
 def _tensor(array: Mapping[str, Any]) -> Tensor:
-    """Read an array's entry in a header. Raises ValueError for impossible numbers."""
     shape, (start, end) = array["shape"], array["data_offsets"]
     numbers = [*shape, start, end - start]
     if not all(type(number) is int and number >= 0 for number in numbers):
@@ -232,7 +229,7 @@ def fit_weights(
     shapes: Mapping[str, tuple[int, ...]],
     ignored: Iterable[str] = (),
 ) -> dict[str, mx.array]:
-    """Return exactly the arrays in `shapes`. Raises ModelLoadFailed for arrays that don't fit.
+    """Return exactly the arrays in `shapes`, or raise ModelLoadFailed.
 
     Names that begin with one of `ignored` are skipped.
     """
@@ -277,10 +274,7 @@ def dequantize(
 def read_in_slices(
     checkpoint: Checkpoint, arrays: Iterable[mx.array], slice_bytes: int = SLICE_BYTES
 ) -> Iterator[None]:
-    """Read the arrays of an open model, one slice per step. Must run on the lane.
-
-    Raises ModelLoadFailed for incomplete files.
-    """
+    """Read arrays, one slice per step. Raises ModelLoadFailed. Must run on the lane."""
     for slice_arrays in slices(arrays, slice_bytes):
         with checkpoint.blame():
             mx.eval(slice_arrays)
@@ -288,7 +282,7 @@ def read_in_slices(
 
 
 def slices(arrays: Iterable[mx.array], slice_bytes: int) -> Iterator[list[mx.array]]:
-    """Cut arrays, in order, into lists of at most `slice_bytes`, or of a single larger array."""
+    """Cut arrays, in order, into lists of at most `slice_bytes`."""
     slice_arrays: list[mx.array] = []
     room = slice_bytes
     for array in arrays:
@@ -325,7 +319,7 @@ def weights_bytes(
     is_packed: bool = False,
     tensors: Mapping[str, Tensor] | None = None,
 ) -> int:
-    """Count the bytes of a model's weights, or of `tensors`, while the model is loaded.
+    """Count the bytes of a model's weights, or of `tensors` alone, in memory.
 
     Quantized weights count as dequantized on a CPU unless `is_packed`. Raises ModelLoadFailed.
     """
@@ -341,7 +335,7 @@ def weights_bytes(
             groups = math.prod(tensors[f"{module}.scales"].shape)
             total += groups * _group_size(checkpoint, module) * itemsize
         elif is_unpacked and part in ("scales", "biases"):
-            pass  # dropped by dequantizing
+            pass
         elif is_cast and tensor.dtype in _FLOATING:
             total += math.prod(tensor.shape) * itemsize
         else:
@@ -352,7 +346,7 @@ def weights_bytes(
 def must_stay_packed(
     checkpoint: Listing, device: Device, dtype: str | None, limit_bytes: int
 ) -> bool:
-    """Return True if a CPU has quantized weights but no room for them dequantized."""
+    """Return True if a CPU has no room for quantized weights once dequantized."""
     return (
         device is Device.CPU
         and any(name.endswith(".scales") for name in checkpoint.tensors())
@@ -369,7 +363,7 @@ def kv_bytes(
 ) -> int:
     """Estimate the bytes of KV of `tokens` tokens, or of the model's context if that is shorter.
 
-    Returns 0 if the config lacks the usual keys. Sliding windows and states are never quantized.
+    Returns 0 if the config lacks the usual keys.
     """
     config = text_config(checkpoint.config())
     try:
@@ -383,6 +377,7 @@ def kv_bytes(
     itemsize = pick_dtype(device, dtype, _checkpoint_dtype(checkpoint.tensors())).size
     floating = packed = head * itemsize
     group = kv_group_size(head)
+    # Sliding windows and states are never quantized.
     is_plain = set(config.get("layer_types") or ()) <= {"full_attention"}
     if kv_bits is not None and group and is_plain and not config.get("sliding_window"):
         packed = head * kv_bits // 8 + 2 * itemsize * head // group
@@ -391,7 +386,7 @@ def kv_bytes(
 
 
 def kv_group_size(head: int) -> int | None:
-    """Return how many of a head's values share a scale in quantized KV; None if no size fits."""
+    """Return how many of a head's values share a scale in quantized KV, or None."""
     return next((size for size in KV_GROUP_SIZES if head % size == 0), None)
 
 
@@ -401,7 +396,6 @@ def _checkpoint_dtype(tensors: Mapping[str, Tensor]) -> mx.Dtype:
 
 
 def _group_size(checkpoint: Listing, module: str) -> int:
-    """Return how many weights of a module share a scale."""
     config = checkpoint.config()
     quantization = config.get("quantization") or config.get("quantization_config") or {}
     size = _module_quantization(quantization, module).get("group_size")
@@ -411,7 +405,6 @@ def _group_size(checkpoint: Listing, module: str) -> int:
 
 
 def _module_quantization(quantization: Mapping[str, Any], module: str) -> Mapping[str, Any]:
-    # A module's entry replaces the numbers that apply to all modules.
     stated = quantization.get(module)
     if isinstance(stated, Mapping):
         return stated

@@ -13,7 +13,7 @@ from gateway.engine.models.family_defaults import ROPE_KEYS, family, resolve
 from gateway.engine.models.own_classes import OWN, Classes, Make
 from gateway.engine.models.unread import check_keys
 
-# Arguments that mlx-lm's classes require, and that transformers' classes fix.
+# Arguments that mlx-lm's classes require. transformers has these values built in.
 _CONSTANTS: Final[Mapping[str, Mapping[str, Any]]] = {
     "apertus": {"mlp_bias": False, "post_norm": False, "qk_norm": True},
     "glm_moe_dsa": {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1},
@@ -57,7 +57,7 @@ def write_for_mlx_lm(config: dict[str, Any]) -> None:
         stated = {key: value for key, value in scaling.items() if value is not None}
         config["rope_scaling"] = {"original_max_position_embeddings": whole, **stated}
     if rope:
-        config.setdefault("rope_scaling", None)  # some classes require the key
+        config.setdefault("rope_scaling", None)  # some classes require it
     for number in (config.get("rope_theta"), (config.get("rope_scaling") or {}).get("factor")):
         if number is not None and not (isinstance(number, int | float) and 0 < number < math.inf):
             raise ValueError(f"rope_theta or a factor is {number!r:.40}, not a positive number")
@@ -97,7 +97,7 @@ def _write_layers(config: dict[str, Any]) -> None:
     names = _LAYERS.get(str(kind), {})
     config["layer_types"] = [names.get(each, each) for each in types]
     if kind == "ministral" and "full_attention" not in types:
-        # The class needs full attention in a layer, and texts never exceed the window.
+        # The class needs a list with full attention, and no text exceeds the window.
         del config["layer_types"]
     elif kind == "exaone4" and "sliding_attention" in types:
         config["sliding_window_pattern"] = "".join(
@@ -113,14 +113,14 @@ def _write_layers(config: dict[str, Any]) -> None:
 def complete(config: dict[str, Any], arguments: type | None = None) -> None:
     """Add the keys that a config lacks, with the values that transformers would use.
 
-    Lists are added only if `arguments`, the class of mlx-lm's arguments, has them.
+    Lists are added only if mlx-lm's class has them.
     """
     kind = family(config)
     aliases, resolved = resolve(config)
     listed = {field.name: field for field in fields(arguments or _Nothing)}
     others = {**aliases, **_EQUALS.get(kind, {})}
     own = {key: resolved[name] for key, name in others.items() if name in resolved}
-    if not config.keys() & (ROPE_KEYS | {"attn_config"}):  # DBRX has them in attn_config
+    if not config.keys() & (ROPE_KEYS | {"attn_config"}):
         config["rope_parameters"] = resolved.get("rope_parameters")
     for key, value in {**resolved, **own, **_CONSTANTS.get(kind, {})}.items():
         is_plain = isinstance(value, bool | int | float | str)
@@ -133,8 +133,7 @@ def complete(config: dict[str, Any], arguments: type | None = None) -> None:
 
 
 @dataclass
-class _Nothing:
-    """Arguments without fields."""
+class _Nothing: ...
 
 
 def classes_of(config: dict[str, Any]) -> Classes:

@@ -14,7 +14,6 @@ from gateway.registry import is_gguf
 # The default of `pair_context`, from Qwen3's model card.
 PAIR_TOKENS: Final = 8192
 LLAMAS: Final = ("eurobert", "llama", "mistral", "qwen2", "qwen3")
-# The keys of config.json that state the context.
 POSITIONS: Final = ("max_position_embeddings", "max_seq_len", "n_positions")
 # Families whose windows mlx-lm ignores, with transformers' default for `sliding_window`.
 WINDOWED: Final = {
@@ -43,7 +42,7 @@ def full_attention_share(config: Mapping[str, Any]) -> float:
     layers = config.get("layer_types")
     if layers:
         return float(layers.count("full_attention") / len(layers))
-    # Gemma's and Qwen's keys say that every nth layer has full attention.
+    # Gemma's and Qwen's keys: every nth layer has full attention.
     every: int = config.get("sliding_window_pattern") or config.get("full_attention_interval") or 1
     return 1 / every
 
@@ -69,7 +68,7 @@ class Limit:
 
 
 def list_limits(config: Mapping[str, Any]) -> list[Limit]:
-    """List the limits of a decoder's context, lowest first."""
+    """List a decoder's limits, lowest first."""
     text = text_config(config)
     found = [Limit(window, "sliding_window") for window in (ignored_window(text),) if window]
     scaling = text.get("rope_scaling") or text.get("rope_parameters") or {}
@@ -81,7 +80,7 @@ def list_limits(config: Mapping[str, Any]) -> list[Limit]:
         if original and int(original) < int(text.get("max_position_embeddings") or 0):
             # Longer texts need other factors from their first token on.
             found.append(Limit(int(original), "long_factor"))
-    if config.get("model_type") == "llama4_text":  # the class for `llama4` reads the keys
+    if config.get("model_type") == "llama4_text":
         found += [
             Limit(int(text.get(key) or 8192), key)  # transformers' default for both keys
             for key in ("attention_chunk_size", "floor_scale")
@@ -99,18 +98,12 @@ def pair_context(config: Mapping[str, Any], lowered: int | None) -> int:
 def read_context(
     files: Path, lowered: int | None, limit: Callable[..., int | None] = lower_context
 ) -> int | None:
-    """Return the context of a model's folder or GGUF file, or None if it states none.
-
-    Faulty files may raise any exception.
-    """
+    """Return the context of a model's folder or GGUF file. Faulty files may raise any exception."""
     return limit(read_files(files), lowered)
 
 
 def read_files(files: Path) -> Mapping[str, Any]:
-    """Return the config of a model's folder or GGUF file.
-
-    Faulty files may raise any exception.
-    """
+    """Return the config of a model's folder or GGUF file."""
     if is_gguf(files.name):
         return read_config(read_header(files))
     config: Mapping[str, Any] = json.loads((files / "config.json").read_text(encoding="utf-8"))

@@ -26,10 +26,10 @@ _ROUTER_BIAS: Final = "model.layers.{}.mlp.moe_statics.e_score_correction_bias"
 def correct(
     model: Any, text: Mapping[str, Any], weights: Mapping[str, mx.array], context: int | None
 ) -> None:
-    """Correct the faults of a built mlx-lm model for texts of up to `context` tokens.
+    """Correct the faults of an mlx-lm model for texts of up to `context` tokens.
 
-    `text` is the language model's config, and `weights` are the files' arrays. Must run on the
-    lane. Raises ValueError for faults that cannot be corrected.
+    `text` is the language model's config. Must run on the lane. Raises ValueError for faults that
+    cannot be corrected.
     """
     reads = reader_of(type(model))
     correct_ropes(model, text, reads, context)
@@ -45,7 +45,7 @@ def correct(
 
 
 class GatedMLP(Module):
-    """A gated MLP with an activation that mlx-lm's class doesn't offer."""
+    """A gated MLP, (…, width) to (…, width), with the activation that the config states."""
 
     def __init__(self, mlp: Any, activation: Activation) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # its stub has no types
@@ -53,25 +53,23 @@ class GatedMLP(Module):
         self._activation = activation
 
     def __call__(self, x: mx.array) -> mx.array:
-        """Map (…, width) to (…, width)."""
         gated: mx.array = self.down_proj(self._activation(self.gate_proj(x)) * self.up_proj(x))
         return gated
 
 
 class Gate(Module):
-    """An activation for mlx-lm's SwitchGLU."""
+    """A module that computes activation(gate) * x, for mlx-lm's SwitchGLU."""
 
     def __init__(self, activation: Activation) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # its stub has no types
         self._activation = activation
 
     def __call__(self, x: mx.array, gate: mx.array) -> mx.array:
-        """Return activation(gate) * x for two arrays of the same shape."""
         return self._activation(gate) * x
 
 
 def _correct_activation(model: Any, text: Mapping[str, Any], reads: Callable[[str], bool]) -> None:
-    """Give MLPs the activation that the config states, if their class ignores the key."""
+    """Give MLPs the activation of the config if their class ignores the key."""
     for key in ("hidden_act", "hidden_activation"):
         built_in = _ACTIVATIONS.get(str(default_of(text, key)[1]))
         stated = text.get(key)
@@ -110,7 +108,6 @@ class Mixture(Module):
         self._bias = bias  # always float32, as in transformers
 
     def __call__(self, x: mx.array) -> mx.array:
-        """Map (…, width) to (…, width)."""
         router = self.router if self._is_jamba else self.gate
         logits = router(x).astype(mx.float32)
         # mlx-lm takes Jamba's softmax over the chosen experts, transformers over all.

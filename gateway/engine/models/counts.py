@@ -49,7 +49,7 @@ def bound_of(key: str) -> tuple[int, int] | None:
 
 
 def check_counts(config: Mapping[str, Any]) -> None:
-    """Raise ValueError for the first number of a config, at any depth, beyond its bounds."""
+    """Raise ValueError for the first number of a config that is beyond its bounds."""
     for key, value in config.items():
         bounds = bound_of(key)
         for item in _items(value):
@@ -81,7 +81,7 @@ def read_count(config: Mapping[str, Any], key: str, most: int) -> int:
 
 def check_depth(config: Mapping[str, Any], arguments: type, names: Iterable[str]) -> None:
     """Raise ValueError if a config states more layers than the arrays' names have."""
-    # The number of layers, by the prefix of their arrays' names. Layers may have no arrays.
+    # The number of layers, by the prefix of their arrays' names.
     depths: dict[str, int] = {}
     for match in filter(None, map(_LAYER.match, names)):
         depths[match[1]] = max(depths.get(match[1], 0), 1 + int(match[2][:9]))

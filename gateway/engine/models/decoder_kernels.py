@@ -27,16 +27,13 @@ _ROWS: Final = 64
 # The queries in a block of attention, whose scores stay in the processor's cache.
 _QUERIES: Final = 64
 _FEWEST_QUERIES: Final = 16  # mlx's attention is as fast for fewer
-_Packed: TypeAlias = tuple[mx.array, mx.array, mx.array]  # codes, scales and biases of mx.quantize
+_Packed: TypeAlias = tuple[mx.array, mx.array, mx.array]  # codes, scales, biases
 # The score of a masked position. With -inf, a row that is all padding would become NaN.
 _MASKED: Final = mx.finfo(mx.float32).min
 
 
 def swiglu(gate: mx.array, x: mx.array) -> mx.array:
-    """Return silu(gate) * x with an error below 3e-7 * max(|gate|, 1).
-
-    mlx-lm's `swiglu` computes types other than float32.
-    """
+    """Return silu(gate) * x with an error below 3e-7 * max(|gate|, 1) for float32."""
     if gate.dtype != mx.float32 or x.dtype != mx.float32 or gate.shape != x.shape:
         product: mx.array = _own_swiglu(gate, x)
         return product
@@ -101,10 +98,7 @@ def _is_plain(mask: mx.array | str | None) -> bool:
 def _attend_block(
     queries: mx.array, keys: mx.array, values: mx.array, allowed: mx.array | None
 ) -> mx.array:
-    """Return attention for queries that are already multiplied by the scale and by log2(e).
-
-    The division comes after the product with the values, where there are fewer numbers to divide.
-    """
+    """Return attention for queries that are already multiplied by the scale and by log2(e)."""
     rows, heads, tokens, size = queries.shape
     shared = keys.shape[1]
     scores = queries.reshape(rows, shared, -1, size) @ keys.swapaxes(-1, -2)
@@ -191,11 +185,11 @@ def use_cpu_kernels(model: Any) -> None:
 
 # Projections that mlx-lm's attention and MLP modules call with the same input array.
 _GROUPS: Final = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-_ARRAYS: Final = ("weight", "bias", "scales", "biases")  # arrays whose first axis is the outputs
+_ARRAYS: Final = ("weight", "bias", "scales", "biases")  # their first axis is the outputs
 
 
 class _Product:
-    """A matrix product for several projections. Each takes its part of the result once."""
+    """A matrix product for several projections, each of which takes its part once."""
 
     def __init__(self, linear: Module, widths: Sequence[int]) -> None:
         self._linear: Any = linear
@@ -214,7 +208,7 @@ class _Product:
 
 
 class FusedProjection(Module):
-    """One of several fused projections. The first holds the weights of all, as `fused`."""
+    """One of several fused projections. The first holds all weights, as `fused`."""
 
     def __init__(self, product: _Product, index: int, fused: Module | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # its stub has no types
@@ -229,9 +223,9 @@ class FusedProjection(Module):
 
 
 def fuse_projections(model: Any) -> Generator[None, None, int]:
-    """Fuse projections of the same input, one group per step; return the number of fused groups.
+    """Fuse projections of the same input, one group per step; return the number of groups.
 
-    Results differ from those of separate products by rounding. Must run on the lane.
+    Must run on the lane. Results change by rounding.
     """
     count = 0
     for module in model.modules():
@@ -249,7 +243,6 @@ def fuse_projections(model: Any) -> Generator[None, None, int]:
 
 
 def _alike(module: Module, group: Sequence[str]) -> list[list[str]]:
-    """Return lists of the names in `group` whose projections can be fused."""
     forms: dict[tuple[Any, ...], list[str]] = {}
     for name in group:
         part = module.get(name)
@@ -259,13 +252,11 @@ def _alike(module: Module, group: Sequence[str]) -> list[list[str]]:
 
 
 def _form(part: Any) -> tuple[Any, ...]:
-    """Return the properties that fused projections must have in common."""
     arrays = [(name, part[name].dtype, part[name].shape[1:]) for name in _ARRAYS if name in part]
     return type(part), *arrays, *quantization_of(part)
 
 
 def _concatenate(parts: Sequence[Any]) -> Module:
-    """Concatenate the arrays of all parts into the first part, and return that part."""
     fused: Module = parts[0]
     for name in _ARRAYS:
         if name in fused:

@@ -40,11 +40,10 @@ def open_decoder(
 ) -> tuple[Any, dict[str, Any]]:
     """Return mlx-lm's model, whose weights are not read yet, and its config.
 
-    Must run on the lane. No text may exceed `context` tokens. `classes` returns the model's class
-    for a config. Raises ModelLoadFailed.
+    No text may exceed `context` tokens. Must run on the lane. Raises ModelLoadFailed.
     """
-    weights = checkpoint.weights()  # refuses incomplete safetensors
-    checkpoint.config()  # refuses numbers beyond their bounds
+    weights = checkpoint.weights()  # names an incomplete file
+    checkpoint.config()  # names a number beyond its bounds
 
     def bounded_classes(config: dict[str, Any]) -> tuple[Any, type]:
         # The weights decide, because mlx-lm and transformers have different defaults.
@@ -98,9 +97,8 @@ def read_decoder(
 ) -> Generator[None, None, Any]:
     """Read a folder or GGUF file in steps, and return mlx-lm's model. Raises ModelLoadFailed.
 
-    Must run on the lane. No text may exceed `context` tokens. With a `share`, the model is only
-    this rank's part. `note` gets a sentence for each kind of unread weights; `report` gets the
-    weights that are dequantized for lack of a kernel.
+    No text may exceed `context` tokens. `note` gets a sentence for each kind of unread weights, and
+    `report` gets the dequantized weights. Must run on the lane.
     """
     if isinstance(checkpoint, GgufCheckpoint):
         if share is not None:
@@ -127,7 +125,6 @@ def read_decoder(
 
 
 def is_known(architecture: str) -> bool:
-    """Return True if mlx-lm has a model for a config's `model_type`."""
     module = MODEL_REMAPPING.get(architecture, architecture)
     return "." not in module and find_spec(f"mlx_lm.models.{module}") is not None
 
@@ -140,7 +137,6 @@ def parameters(model: Any) -> list[mx.array]:
 
 
 def floating_dtype(model: Any) -> mx.Dtype:
-    """Return the type of a model's floating weights."""
     dtypes = (array.dtype for array in parameters(model))
     return next((dtype for dtype in dtypes if mx.issubdtype(dtype, mx.floating)), mx.float32)
 
@@ -156,7 +152,7 @@ class LayerGroups:
 
     @contextmanager
     def applied(self, model: Any) -> Iterator[None]:
-        """While entered, evaluate the pass in groups, and time the pass."""
+        """While entered, evaluate the pass in groups."""
         if self._pass_s is None:
             yield
             return

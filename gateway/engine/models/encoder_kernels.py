@@ -24,7 +24,7 @@ MOST: Final = 126.0
 # Least-squares coefficients for 2^f on [-0.5, 0.5] with a relative error of 1e-7. The range
 # reduction is Cody and Waite's (Software Manual for the Elementary Functions).
 _EXP2: Final = (0.693146978, 0.240222421, 0.0555073375, 0.00967151272, 0.0013264726)
-# Adding 1.5 * 2^23 rounds a float32 to an integer, which the low bits then hold.
+# Adding this rounds a float32 to an integer, which the low bits then hold.
 _ROUND: Final = 1.5 * 2.0**23
 
 
@@ -37,7 +37,7 @@ def exp2(x: mx.array) -> mx.array:
 # exp2 is compiled in two functions, because a view inside one would need a trace for each shape.
 @partial(mx.compile, shapeless=True)
 def _split(x: mx.array) -> tuple[mx.array, mx.array]:
-    """Return x's integer part, in the low bits of a float, and 2^(x's fraction)."""
+    """Return x's integer part, in a float's low bits, and 2^(x's fraction)."""
     x = mx.clip(x, LEAST, MOST)
     shifted = x + _ROUND
     fraction = x - (shifted - _ROUND)
@@ -49,7 +49,6 @@ def _split(x: mx.array) -> tuple[mx.array, mx.array]:
 
 @partial(mx.compile, shapeless=True)
 def _scaled(shifted: mx.array, power: mx.array) -> mx.array:
-    """Add the integer part to the exponent bits of `power`."""
     return (shifted << 23) + power
 
 
@@ -58,17 +57,17 @@ Attention = Callable[[mx.array, mx.array, mx.array, mx.array | None], mx.array]
 # The arguments are x, (rows, dimensions), weight, bias and epsilon.
 Normalization = Callable[[mx.array, mx.array, mx.array | None, float], mx.array]
 
-# The number added to a padding token's score. It is finite, because -inf could lead to NaN.
+# The score added to a padding token's, finite because -inf could lead to NaN.
 PADDING_SCORE: Final = -1e9
-# Texts of over LONG tokens are computed in blocks of QUERY_BLOCK queries on a CPU: the scores of a
-# block stay in its cache (MiniLM is 1.3 times as fast at 512 tokens).
+# Texts of over LONG tokens are computed in blocks of QUERY_BLOCK queries, whose scores stay in the
+# CPU's cache (MiniLM is 1.3 times as fast at 512 tokens).
 LONG: Final = 256
 QUERY_BLOCK: Final = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Arithmetic:
-    """The functions that an encoder computes with on one device."""
+    """The functions of an encoder on one device."""
 
     activation: Activation
     attend: Attention
@@ -79,7 +78,7 @@ class Arithmetic:
 def arithmetic(
     device: Device, dtype: mx.Dtype, hidden_act: str, dimensions: int, heads: int
 ) -> Arithmetic:
-    """Choose the functions for a device. Raises KeyError for an activation not in ACTIVATIONS."""
+    """Choose the functions for a device. Raises KeyError for an unknown activation."""
     scale = 1.0 / math.sqrt(dimensions // heads)
     if device is Device.CPU and dtype == mx.float32:
         activation = _ON_CPU[hidden_act]
@@ -92,18 +91,15 @@ def arithmetic(
 
 
 # erfc(a sqrt(2)) = 1 / p(a)^16, where p(a) = (q(a)^2 + P[0])^2 + P[1] and q is a cubic with the
-# coefficients Q, highest first. This varies 7.1.28 of Abramowitz and Stegun, Handbook of
-# Mathematical Functions. A least-squares fit gives a * erfc with an error of 2e-7.
+# coefficients Q, highest first. Fitted for an error of 2e-7 in a * erfc; the form varies Abramowitz
+# and Stegun (Handbook of Mathematical Functions, 7.1.28).
 _Q: Final = (0.0078602723, -0.0285819363, 0.2922924988, 0.4173043838)
 _P: Final = (0.0302346432, 0.9582307320)
 
 
 @partial(mx.compile, shapeless=True)
 def gelu(x: mx.array) -> mx.array:
-    """Return GELU, x times the normal distribution function, with an error below 1e-6.
-
-    The formula is x / 2 + a - a * erfc(a * sqrt(2)) with a = |x| / 2.
-    """
+    """Return GELU with an error below 1e-6: x / 2 + a - a * erfc(a * sqrt(2)) with a = |x| / 2."""
     half = x * 0.5
     size = mx.abs(half)
     power = size * _Q[0]
@@ -130,10 +126,9 @@ def silu(x: mx.array) -> mx.array:
 
 
 def attend_base2(q: mx.array, k: mx.array, v: mx.array, bias: mx.array | None) -> mx.array:
-    """Return float32 attention with a softmax in base 2.
+    """Return float32 attention for query weights that include log2(e).
 
-    The query weights must include log2(e). q, k and v are (rows, heads, tokens, head size); bias is
-    added to the scores.
+    q, k and v are (rows, heads, tokens, head size); bias is added to the scores.
     """
     tokens = q.shape[2]
     if tokens > LONG:
@@ -145,20 +140,15 @@ def attend_base2(q: mx.array, k: mx.array, v: mx.array, bias: mx.array | None) -
     if bias is not None:
         scores = scores + bias
     weights = exp2(scores - mx.max(scores, axis=-1, keepdims=True))
-    # Dividing after the product divides fewer numbers.
     return (weights @ v) / mx.sum(weights, axis=-1, keepdims=True)
 
 
 def attend_fused(q: mx.array, k: mx.array, v: mx.array, bias: mx.array | None) -> mx.array:
-    """Return attention from mlx's kernel. The query weights must include the scale."""
     return mx.fast.scaled_dot_product_attention(q, k, v, scale=1.0, mask=bias)
 
 
 def layer_norm_by_products(dimensions: int) -> Normalization:
-    """Return a layer normalization that computes averages as matrix products.
-
-    BLAS takes 0.2 ns an element, mlx's sum 0.5 ns.
-    """
+    """Return a layer normalization whose averages are fast matrix products."""
     average = mx.full((dimensions, 1), 1 / dimensions)
     mx.eval(average)  # now, because several streams read the array later
 
@@ -206,7 +196,7 @@ def make_rotation(
 
 def rotation_table(theta: float, size: int, positions: int, factor: float = 1.0) -> mx.array:
     """Return (2, positions, size): factors for a head, and for the head with halves swapped."""
-    # RoFormer's rotation (arXiv:2104.09864), with the halves of a head as coordinates.
+    # RoFormer, arXiv:2104.09864: the halves of a head are the coordinates.
     frequencies = theta ** -(np.arange(0, size, 2) / size)
     angles = np.arange(positions)[:, None] / factor * frequencies
     cosine, sine = np.cos(angles), np.sin(angles)
@@ -215,7 +205,6 @@ def rotation_table(theta: float, size: int, positions: int, factor: float = 1.0)
 
 
 def rotate_by_table(x: mx.array, table: mx.array) -> mx.array:
-    """Rotate heads, (…, tokens, size), with a table from `rotation_table`."""
     tokens, half = x.shape[-2], x.shape[-1] // 2
     swapped = mx.concatenate([x[..., half:], x[..., :half]], axis=-1)
     cosine, sine = table[:, :tokens].astype(x.dtype)

@@ -36,21 +36,20 @@ def resolve(config: Mapping[str, Any]) -> tuple[Mapping[str, str], Mapping[str, 
     names -= {"text_config", "vision_config", "audio_config"}
     given = {key: value for key, value in config.items() if key in names}
     scaling = given.pop("rope_scaling", None)
-    if scaling:  # transformers warns about this old key
+    if scaling:
         theta = {"rope_theta": given.get("rope_theta")} if given.get("rope_theta") else {}
         kind = scaling.get("rope_type") or scaling.get("type")
         given.setdefault("rope_parameters", {**scaling, **theta, "rope_type": kind})
-    for field in fields(known):  # transformers requires the default's type
+    for field in fields(known):  # transformers requires these types
         default: Any = field.default
         if type(default) in (bool, float) and type(given.get(field.name)) in (bool, int):
             given[field.name] = type(default)(given[field.name])
-    with contextlib.suppress(Exception):  # a wrong value is refused where it is read
+    with contextlib.suppress(Exception):  # the reader refuses wrong values
         return aliases, known(**given).to_dict()
     return aliases, {}
 
 
 def is_default(text: Mapping[str, Any], key: str) -> bool:
-    """Return True if a key has transformers' default value, or if the family lacks the key."""
     is_known, default = default_of(text, key)
     if not is_known or text[key] == default or (default is None and text[key] == []):
         return True
@@ -70,7 +69,7 @@ def default_of(text: Mapping[str, Any], key: str) -> tuple[bool, Any]:
 
 @cache
 def _config_class(kind: str) -> Any:
-    import transformers  # imported only when a model is loaded
+    import transformers
 
     known: Any = transformers.CONFIG_MAPPING
     # Nobody can act on transformers' warnings about token ids and old keys.

@@ -36,7 +36,6 @@ def measure_kv(model: Any) -> KvCost:
 
 
 def _read(model: Any, tokens: int) -> list[Any]:
-    """Return the model's caches after a pass over `tokens` tokens."""
     from mlx_lm.models.cache import make_prompt_cache  # takes a second; encoders don't need it
 
     cache: list[Any] = make_prompt_cache(model)
@@ -45,7 +44,6 @@ def _read(model: Any, tokens: int) -> list[Any]:
 
 
 def _plain(caches: Sequence[Any]) -> Iterator[Any]:
-    """Yield the caches of all layers. A layer may have several."""
     from mlx_lm.models.cache import CacheList
 
     for cache in caches:
@@ -58,8 +56,8 @@ def _plain(caches: Sequence[Any]) -> Iterator[Any]:
 def _layer_cost(one: Any, two: Any) -> KvCost:
     """Return a layer's cost, from its caches after one token and after two.
 
-    Keys and values are allocated for many tokens at a time, so their shapes give the cost of a
-    token. Any other array either grows with each token or has a constant size.
+    Keys and values are allocated for many tokens at a time, so one token's cost follows from
+    shapes.
     """
     both = getattr(one, "keys", None), getattr(one, "values", None)
     planes: Sequence[Any] = getattr(one, "planes", both)

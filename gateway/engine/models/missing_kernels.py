@@ -22,7 +22,7 @@ from gateway.engine.device_faults import classify
 from gateway.engine.models.checkpoint import SLICE_BYTES, slices
 from gateway.errors import Fault
 
-_ROWS: Final = (1, 9)  # tokens of a pass: MLX has different kernels for few and for many
+_ROWS: Final = (1, 9)  # tokens: MLX has kernels for few and for many
 _SORTED_ROWS: Final = 64  # mlx-lm sorts at least this many rows by expert
 # The most choices per expert for which the chosen experts' weights are copied.
 _COPIED_SHARE: Final = 1 / 4
@@ -33,19 +33,19 @@ _FLOATING_KINDS: Final[Mapping[Any, Any]] = {
     QuantizedSwitchLinear: SwitchLinear,
 }
 _SwitchLinear: Any = SwitchLinear  # untyped in mlx-lm
-_Layers = dict[str, Any]  # layers by path
+_Layers = dict[str, Any]  # by path
 
 
 @dataclass(frozen=True, slots=True)
 class WidenedWeights:
-    """Quantized layers that are dequantized because the device has no kernel for them."""
+    """Quantized layers that are dequantized for lack of a kernel."""
 
     model: str
     layers: int
     shapes: tuple[str, ...]
-    stored_bytes: int  # while quantized
-    bytes: int  # after dequantization
-    total_bytes: int  # the whole model's, after dequantization
+    stored_bytes: int  # quantized
+    bytes: int  # dequantized
+    total_bytes: int  # the whole model's, dequantized
 
 
 Report = Callable[[WidenedWeights], None]
@@ -80,8 +80,7 @@ def replace_missing(
     """Try each shape of product once, in steps, and replace the layers without a kernel.
 
     `report` is called before the dequantized weights take memory, and may raise an error to stop.
-    Dequantized weights have the type of their scales, or `dtype` if that is not floating. Must run
-    on the lane.
+    Must run on the lane.
     """
     if device is not Device.CPU:  # a CPU has kernels for all quantized layers
         layers = yield from _find_missing(model, dtype, *_FLOATING_KINDS)
@@ -100,7 +99,7 @@ def replace_missing(
 def widen(model: Any, dtype: mx.Dtype, layers: _Layers | None = None) -> _Layers:
     """Replace layers by dequantized ones that are not evaluated yet; return the new layers.
 
-    None means all quantized layers of a CPU's model, whose weights may be unread.
+    None means all quantized layers, whose weights may be unread.
     """
     is_read = layers is not None
     if layers is None:
@@ -128,7 +127,6 @@ def can_gather(dtype: mx.Dtype) -> bool:
 
 
 def _find_missing(model: Any, dtype: mx.Dtype, *kinds: Any) -> Generator[None, None, _Layers]:
-    """Return the layers of these kinds that have no kernel. Each step tries one shape."""
     verdicts: dict[tuple[Any, ...], bool] = {}
     missing: _Layers = {}
     for path, layer in _named(model):
@@ -144,7 +142,6 @@ def _find_missing(model: Any, dtype: mx.Dtype, *kinds: Any) -> Generator[None, N
 
 
 def _trials(layer: Any, dtype: mx.Dtype) -> Iterator[Callable[[], mx.array]]:
-    """Yield the products that passes compute with a layer."""
     columns, rows = dimensions(layer)
     kind, dtype = type(layer), _number_type(layer, dtype)
     for count in _ROWS:
@@ -166,7 +163,6 @@ def _trials(layer: Any, dtype: mx.Dtype) -> Iterator[Callable[[], mx.array]]:
 
 
 def _float(layer: Any, dtype: mx.Dtype, *, is_read: bool) -> Any:
-    """Return a dequantized copy of a layer that is not evaluated yet."""
     kind, dtype = _FLOATING_KINDS[type(layer)], _number_type(layer, dtype)
     packed = [layer[part] for part in ("weight", "scales")]
     packed.append(layer.get("biases"))

@@ -22,9 +22,8 @@ _TRANSFORMERS: Final = _listed("equal_to_transformers.txt")
 
 
 def list_notes(config: dict[str, Any], asked: int | None) -> list[str]:
-    """List, in sentences, the parts of a config that a model ignores in `asked` tokens.
-
-    None stands for the default context.
+    """List, in sentences, the parts of a config that a model with `asked` tokens of context
+    ignores.
     """
     from gateway.engine.models.configs import classes_of  # importing mlx-lm takes a second
     from gateway.engine.models.unread import list_unread
@@ -36,7 +35,7 @@ def list_notes(config: dict[str, Any], asked: int | None) -> list[str]:
             if asked is None:
                 notes.append(f"{more}: the context ends there, unless `max_context:` raises it")
                 break
-            if asked > limit.tokens and limit.key == "long_factor":  # used for all texts
+            if asked > limit.tokens and limit.key == "long_factor":
                 short = f"texts of up to {limit.tokens:,} are not rotated by `short_factor`"
                 notes.append(f"`max_context:` allows {asked:,} tokens: {short}, and answers differ")
             elif asked > limit.tokens:

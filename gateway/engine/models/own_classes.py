@@ -10,7 +10,7 @@ from mlx.nn.layers.activations import relu2
 from mlx.nn.layers.base import Module
 from mlx.nn.layers.linear import Linear
 
-Classes = tuple[Any, Any]  # a model's class and its arguments' class
+Classes = tuple[Any, Any]  # of a model, and of its arguments
 Make = Callable[[dict[str, Any]], Classes]
 Weights = Mapping[str, mx.array]
 # The prefix of arrays in files that have only a language model.
@@ -39,10 +39,7 @@ def _renaming(name: str, rename: Callable[[Weights], Weights]) -> Make:
 
 
 def _transpose_experts(weights: Weights) -> Weights:
-    """Restore the names and layout of experts in gpt-oss's original files.
-
-    transformers saves experts as (experts, inputs, outputs).
-    """
+    """Undo transformers' renaming and transposing of gpt-oss's experts."""
     whole = (".experts.gate_up_proj", ".experts.down_proj")
     return {
         f"{name}.weight" if name.endswith(whole) else name: (
@@ -91,7 +88,7 @@ def _turn_experts(weights: Weights) -> Weights:
 def _gemma3n(_: dict[str, Any]) -> Classes:
     """Return Gemma 3n's classes without the projections that transformers 5 doesn't save.
 
-    Layers that use another layer's KV have no key and value projections in its files.
+    Layers that use another layer's KV need no key and value projections.
     """
     gemma3n = _module("gemma3n")
     unused = ("k_proj", "v_proj", "k_norm")
@@ -116,7 +113,6 @@ def _gemma3n(_: dict[str, Any]) -> Classes:
 
 
 def _gemma3n_text(config: dict[str, Any]) -> Classes:
-    """Return Gemma 3n's classes for files that have only the language model."""
     model, arguments = _gemma3n(config)
 
     class ModelArgs(arguments):  # type: ignore[misc, valid-type]  # chosen at run time
@@ -136,7 +132,6 @@ class SquaredMLP(Module):
         self.down_proj = Linear(inner, width, bias=bias)
 
     def __call__(self, x: mx.array) -> mx.array:
-        """Map (…, width) to (…, width)."""
         y: mx.array = self.down_proj(relu2(self.up_proj(x)))
         return y
 

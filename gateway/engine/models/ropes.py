@@ -78,7 +78,7 @@ def _find(model: Any) -> Iterator[tuple[Any, str, Any]]:
 
 
 def _scale_plain(found: list[Any], text: Mapping[str, Any], scaling: Mapping[str, Any]) -> None:
-    """Scale the rotations whose base is `rope_theta`. Others belong to layers with windows."""
+    """Scale the rotations whose base is `rope_theta`: others belong to layers with windows."""
     theta = text.get("rope_theta") or 10_000.0
     plain = [each for each in found if math.isclose(each[2].base, theta)]
     if not plain or "qk_rope_head_dim" in text:  # MLA's attention would need scaling, too

@@ -13,13 +13,11 @@ from typing import Any, Final
 import mlx.core as mx
 
 _own_rope: Final[Any] = mx.fast.rope
-_Table = tuple[
-    mx.array, mx.array, mx.array | None
-]  # cosines, signed sines, and `freqs`, kept for its id
+_Table = tuple[mx.array, mx.array, mx.array | None]  # cosines, signed sines, frequencies
 
 
 class _Pass(threading.local):
-    """The positions in the pass that this thread builds, and the tables made for them."""
+    """The positions of the pass that this thread builds, and their tables."""
 
     is_open = False
 
@@ -28,7 +26,6 @@ class _Pass(threading.local):
         self._tables: dict[Hashable, _Table] = {}
 
     def begin(self, offset: int | mx.array | None) -> None:
-        """Discard the tables, unless they are for these positions."""
         if offset is not self._offset:
             self._offset, self._tables = offset, {}
 

@@ -23,8 +23,7 @@ Parallel = Literal["tensor", "pipeline"]
 class RankGroup(Protocol):
     """The processes that share a model, as in mlx.core.distributed.Group."""
 
-    def rank(self) -> int:
-        """Return this process's rank, from 0 on."""
+    def rank(self) -> int: ...
 
     def size(self) -> int: ...
 
@@ -40,8 +39,7 @@ def join_group() -> RankGroup | None:
 
 
 def first_host() -> str:
-    """Return rank 0's address, or an empty string if it is unknown."""
-    # mlx's launch.py sets another variable for each backend: ring, JACCL and NCCL.
+    """Return rank 0's address from a variable of mlx's launch.py, or an empty string."""
     if "MLX_HOSTFILE" in os.environ:
         with open(os.environ["MLX_HOSTFILE"], encoding="utf-8") as hosts:
             return str(json.load(hosts)[0][0]).rpartition(":")[0]
@@ -51,8 +49,7 @@ def first_host() -> str:
 
 
 def share_bytes(group: RankGroup, data: bytes) -> bytes:
-    """Return rank 0's data on every rank."""
-    # A sum works as a broadcast if the other ranks add zeros.
+    """Return rank 0's data on every rank: the other ranks add zeros."""
     if group.rank() > 0:
         data = b""
     size: Any = _sum(mx.array(len(data))).item()
@@ -139,13 +136,11 @@ class SharedListing:
         return config
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """List this rank's part of each array."""
         listed = self._whole.tensors().items()
         cut = ((name, self._cut(name, tensor)) for name, tensor in listed)
         return {name: tensor for name, tensor in cut if tensor is not None}
 
     def _cut(self, name: str, tensor: Tensor) -> Tensor | None:
-        """Return this rank's part of an array, or None."""
         _, layers, after = f".{name}".partition(".layers.")
         number = after.partition(".")[0]
         if not layers or not number.isdecimal():
@@ -153,7 +148,7 @@ class SharedListing:
         if self._share.parallel == "pipeline" and int(number) not in self._stage:
             return None
         if self._share.parallel == "pipeline" or len(tensor.shape) < 2:
-            return tensor  # a layer of this stage, a norm or a bias stays whole
+            return tensor  # norms and biases stay whole
         ranks = self._share.group.size()
         shape = (-(-tensor.shape[0] // ranks), *tensor.shape[1:])
         return replace(tensor, shape=shape, nbytes=-(-tensor.nbytes // ranks))

@@ -69,7 +69,7 @@ _INERT: Final = re.compile(
     r"|partial_rotary_factor|per_layer_config|moe_shared_expert_overlap|(router|input)_jitter_noise|rescale\w+"
     r"|chunk_size|\w+_chunk_size|num_logits_to_keep|summary_\w+|expand|\w+_expand|head_dim"
 )
-# Arrays that a language model doesn't use, or computes itself.
+# Arrays that a language model doesn't use.
 _SPARE: Final = re.compile(
     rf"(^|.*\.)({TOWER}|rotary_emb|lm_head|attn\.(bias|masked_bias)"
     r"|\w*(scale_inv|input_scale|weight_scale\w*))(\..*|$)"
@@ -106,10 +106,7 @@ def _unread(text: Mapping[str, Any], reads: Callable[[str], bool]) -> Iterator[s
 
 
 def list_lost(found: Mapping[str, mx.array], model: Any, text: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a sentence for each kind of array that nothing reads, or that the files lack.
-
-    Raises ValueError as `list_dropped` does.
-    """
+    """Yield a sentence for each kind of array that nothing reads, or that the files lack."""
     if text.get("model_type") == "ernie4_5_moe" and not any(map(_BIAS.search, found)):
         yield "the files lack the biases that experts are chosen by: answers differ"
     for kind in list_dropped(found, model, text):
@@ -117,11 +114,9 @@ def list_lost(found: Mapping[str, mx.array], model: Any, text: Mapping[str, Any]
 
 
 def list_dropped(found: Mapping[str, mx.array], model: Any, text: Mapping[str, Any]) -> list[str]:
-    """List the kinds of arrays that a class drops. Raises ValueError for biases that choose
-    experts.
+    """List the kinds of arrays that a class drops. Raises ValueError for experts' biases.
 
-    The class renames arrays, so dropped kinds are found by size: their sizes add up to the numbers
-    that the model lacks.
+    The class renames arrays, so dropped kinds are found by size: they add up to the model's lack.
     """
     if not hasattr(model, "sanitize"):
         return []
@@ -144,10 +139,7 @@ def list_dropped(found: Mapping[str, mx.array], model: Any, text: Mapping[str, A
 def _sizes(
     arrays: Mapping[str, mx.array], others: Mapping[str, mx.array], layers: int
 ) -> dict[str, int]:
-    """Count the numbers in the arrays that are not in `others`, by name without layers and experts.
-
-    Spare arrays, and layers from number `layers` on, are left out.
-    """
+    """Count the numbers in the arrays that are not in `others` or spare, by name without indices."""
     sizes: dict[str, int] = {}
     for name, array in arrays.items():
         numbers = _NUMBER.findall(name)
@@ -158,13 +150,12 @@ def _sizes(
 
 
 def architecture(model_class: type) -> str:
-    """Return the mlx-lm module of a model's class or of its nearest base class."""
+    """Return the mlx-lm module of a model's class or its nearest base class."""
     modules = [each.__module__ for each in model_class.__mro__]
     return next((name[len(_PREFIX) :] for name in modules if name.startswith(_PREFIX)), "")
 
 
 def reader_of(model_class: type) -> Callable[[str], bool]:
-    """Return a function that tells whether a model's class reads a key."""
     return read_names(architecture(model_class)).__contains__
 
 
@@ -172,7 +163,7 @@ def reader_of(model_class: type) -> Callable[[str], bool]:
 def read_names(module: str) -> frozenset[str]:
     """Return the attributes, strings and constant arguments in an mlx-lm module and its imports.
 
-    A key that is not among them is read by no code; a dataclass field alone only stores its value.
+    Dataclass fields don't count, as they only store a value.
     """
     found: set[str] = set()
     waiting, seen = [module], set(_OTHERS)

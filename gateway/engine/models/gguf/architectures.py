@@ -15,9 +15,9 @@ from gateway.engine.models.gguf.header import GgufError, Header, quote
 ARCHITECTURES: Final = ("llama", "qwen2", "qwen3")
 ROPE_FACTORS: Final = "rope_freqs.weight"  # divisors of the frequencies in Llama 3.1's rotations
 _MOST: Final = (1 << 31) - 1
-# Keys that have no effect here.
+# Keys without effect.
 _IDLE: Final = frozenset({"vocab_size", "tensor_data_layout", "rope.scaling.finetuned"})
-# Values that have no effect.
+# Values without effect.
 _NEUTRAL: Final[Mapping[str, Any]] = {
     "attention.causal": True,
     "rope.scale_linear": 1.0,
@@ -71,9 +71,8 @@ def read_config(header: Header) -> dict[str, Any]:
 
 
 def places(config: Mapping[str, Any], header: Header) -> dict[str, TensorPlace]:
-    """Return the file's tensor of each weight, by the weight's name in mlx-lm's model.
-
-    Raises GgufError if the tensors don't fit the config.
+    """Return the file's tensor of each weight of mlx-lm's model. Raises GgufError if they don't
+    fit.
     """
     # A malicious number of layers would fill memory.
     if config["num_hidden_layers"] > len(header.tensors):
@@ -99,7 +98,7 @@ def places(config: Mapping[str, Any], header: Header) -> dict[str, TensorPlace]:
 
 
 class _Keys:
-    """Reads the metadata's keys of one architecture, and remembers the keys that were read."""
+    """Reads one architecture's keys, and remembers which were read."""
 
     def __init__(self, metadata: Mapping[str, Any], architecture: str) -> None:
         self._metadata = metadata
@@ -171,9 +170,7 @@ def _sizes(keys: _Keys) -> dict[str, Any]:
 
 
 def _rotations(keys: _Keys, header: Header) -> dict[str, Any]:
-    """Return the keys of rotary positions. llama's files have queries and keys in traditional
-    order.
-    """
+    """Return the keys of rotary positions. llama's files have traditional rotations."""
     name = header.metadata["general.architecture"]
     return {
         "rope_theta": keys.positive("rope.freq_base", 10_000.0),
@@ -212,7 +209,6 @@ def _biases(name: str, header: Header) -> dict[str, Any]:
 
 
 def _check_heads(name: str, config: dict[str, Any]) -> None:
-    """Raise GgufError for sizes that mlx-lm's model of this architecture cannot have."""
     heads, kv_heads, head = (
         config[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim")
     )
@@ -236,7 +232,6 @@ def _expected(config: Mapping[str, Any]) -> Iterator[tuple[str, TensorPlace]]:
 
 
 def _layer(config: Mapping[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Return a layer's tensors and their shapes, by weight name."""
     hidden, inner, head = (config[key] for key in ("hidden_size", "intermediate_size", "head_dim"))
     queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
     attention = {"q": (queries, hidden), "k": (keys, hidden), "v": (keys, hidden)}

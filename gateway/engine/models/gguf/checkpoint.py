@@ -66,10 +66,9 @@ class GgufCheckpoint:
 
     @contextlib.contextmanager
     def blame(self) -> Iterator[None]:
-        """Turn any exception raised inside into ModelLoadFailed."""
         try:
             yield
-        except ValueError as error:  # GgufError or a tokenizer's error
+        except ValueError as error:
             raise self.failed(str(error)) from error
         except Exception as error:
             raise self.failed(f"{type(error).__name__}: {error}") from error
@@ -78,7 +77,6 @@ class GgufCheckpoint:
         return self._config
 
     def kind(self, name: str) -> str:
-        """Return a weight's type in the file."""
         return self.header.tensors[self.places[name].tensor].type.name
 
     def packed_bits(self, name: str) -> int | None:
@@ -130,9 +128,9 @@ class GgufCheckpoint:
         return Tensor(self.dtype, shape, math.prod(shape) * _ITEMSIZE[self.dtype])
 
     def _floating(self) -> str:
-        """Choose one type for all floating weights: a mixture would be slower.
+        """Choose one type for all floating weights, because a mixture would be slower.
 
-        Norms don't count, as they are float32 in every file. float16 cannot hold bfloat16's range.
+        Norms don't count: they are always float32. float16 cannot hold bfloat16's range.
         """
         kinds = {self.kind(name) for name, place in self.places.items() if len(place.shape) > 1}
         if "BF16" in kinds:
@@ -223,7 +221,7 @@ def _build(checkpoint: GgufCheckpoint, is_packed: bool) -> Any:
         listed = {name: tensor.shape for name, tensor in checkpoint.tensors().items()}
     else:
         listed = {name: place.shape for name, place in checkpoint.places.items()}
-    if built != listed:  # unexpected, as the metadata was checked
+    if built != listed:
         odd = sorted(name for name in built.keys() | listed if built.get(name) != listed.get(name))
         raise GgufError(f"mlx-lm's model has other weights than the file: {', '.join(odd[:5])}")
     return model
@@ -289,7 +287,6 @@ def _rows(info: TensorInfo) -> int:
 
 
 def _numpy(target: mx.Dtype) -> type[np.floating[Any]]:
-    """Return the numpy type for `target`, float32 for bfloat16."""
     if target == mx.float16:
         return np.float16
     return np.float32
@@ -302,7 +299,6 @@ def _slow_down(model: Any, config: Mapping[str, Any], factors: mx.array) -> None
 
 
 def _factors(file: RawIOBase, info: TensorInfo, dims: int) -> mx.array:
-    """Read the divisors of the frequencies, (dims / 2,)."""
     if info.type.name != "F32" or info.shape != (dims // 2,):
         raise GgufError(f"{info.name} is {info.type.name} {info.shape}, not F32 ({dims // 2},)")
     ((_, raw),) = _chunks(file, info)

@@ -16,11 +16,11 @@ from typing import Any, BinaryIO, Final
 
 import numpy as np
 
-# The longest header, as in safetensors; Qwen's header has 6 MB.
+# As in safetensors; Qwen's header has 6 MB.
 HEADER_BYTES: Final = 100_000_000
-MOST_ITEMS: Final = 1 << 22  # the most items of an array
+MOST_ITEMS: Final = 1 << 22
 MOST_KEYS: Final = 1 << 16
-MOST_TENSORS: Final = 1 << 14  # Llama 3.1 405B has 1,138
+MOST_TENSORS: Final = 1 << 14
 # The next three bounds are the format's.
 MOST_DIMENSIONS: Final = 4
 KEY_BYTES: Final = 65_535
@@ -98,15 +98,13 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class _Array:
-    """The place of an unread array in the header."""
-
     type: int
     count: int
     start: int
 
 
 class Metadata(Mapping[str, Any]):
-    """A file's metadata. Lists are made anew at each look-up."""
+    """A file's metadata, whose lists are made anew at each look-up."""
 
     def __init__(self, values: Mapping[str, Any], content: bytes) -> None:
         self._values = values
@@ -173,8 +171,6 @@ def stamp_of(file: IOBase) -> tuple[int, ...]:
 
 
 class _Cursor:
-    """A reading position in a file's header."""
-
     def __init__(self, file: BinaryIO, size: int) -> None:
         self._file = file
         self.size = size
@@ -182,7 +178,6 @@ class _Cursor:
         self.at = 0
 
     def need(self, end: int) -> None:
-        """Read the file at least up to the byte `end`."""
         if end <= len(self.read):
             return
         if end > self.size:
@@ -221,7 +216,6 @@ class _Cursor:
         self.at = at
 
     def content(self) -> bytes:
-        """Return the file's bytes before the cursor."""
         return bytes(memoryview(self.read)[: self.at])
 
 
@@ -237,7 +231,6 @@ _ARRAY: Final = 9
 
 
 def _counts(cursor: _Cursor) -> tuple[int, int]:
-    """Read the beginning of the file; return its numbers of tensors and keys."""
     if cursor.size < 24:
         raise GgufError("it is no GGUF file: it is too short")
     cursor.need(24)
@@ -301,7 +294,6 @@ def _array(cursor: _Cursor, key: str) -> _Array:
 
 
 def _booleans(cursor: _Cursor, key: str, start: int) -> bytearray:
-    """Return the bytes from `start` to the cursor. Raises GgufError unless all are 0 or 1."""
     content = cursor.read[start : cursor.at]
     if content.strip(b"\0\1"):
         raise GgufError(f"{quote(key)} is neither true nor false")
@@ -317,7 +309,9 @@ def _alignment(values: Mapping[str, Any]) -> int:
 
 
 def _tensors(cursor: _Cursor, count: int, alignment: int) -> dict[str, TensorInfo]:
-    """Read the list of tensors. Its offsets count from the first aligned byte after the list."""
+    """Read the list of tensors. The file's offsets count from the first aligned byte after the
+    list.
+    """
     listed: dict[str, TensorInfo] = {}
     for _ in range(count):
         info = _tensor(cursor, alignment)
@@ -349,7 +343,6 @@ def _tensor(cursor: _Cursor, alignment: int) -> TensorInfo:
 
 
 def _check_places(infos: Iterable[TensorInfo], size: int) -> None:
-    """Raise GgufError for tensors that reach beyond the file's end or overlap."""
     end = 0
     for info in sorted(infos, key=lambda info: info.offset):
         if info.offset < end:

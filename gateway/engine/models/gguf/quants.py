@@ -27,7 +27,6 @@ class Groups:
     bias: Floats | None = None  # (blocks, groups)
 
     def weights(self) -> Floats:
-        """Return floats, (blocks, groups, weights)."""
         numbers = self.codes.astype(np.float32)
         if self.zero:
             numbers -= np.float32(self.zero)
@@ -106,7 +105,6 @@ def _shift(content: Bytes, bits: int, mask: int) -> Bytes:
 
 
 def _fives(blocks: npt.NDArray[Any]) -> Bytes:
-    """Return the codes of Q5_0 and Q5_1, whose fifth bits are stored separately."""
     high: Bytes = np.unpackbits(blocks["high"], axis=-1, bitorder="little")
     low: Bytes = _nibbles(blocks["codes"]).reshape(-1, 32)
     return (low | high << np.uint8(4))[:, None]
@@ -238,7 +236,6 @@ _TYPES: Final[Mapping[str, tuple[np.dtype[np.void], Callable[[npt.NDArray[Any]],
 }
 FLOATS: Final = frozenset({"F32", "F16", "BF16"})
 READ: Final = FLOATS | _TYPES.keys()
-"""The types that can be read."""
 PACKED_BITS: Final[Mapping[str, int]] = {
     "Q4_0": 4,
     "Q4_1": 4,
@@ -248,4 +245,3 @@ PACKED_BITS: Final[Mapping[str, int]] = {
     "Q5_K": 5,
     "Q8_0": 8,
 }
-"""The bits of the types that MLX can pack."""

@@ -26,11 +26,10 @@ class Splitting:
 
     patterns: tuple[str, ...]  # each cuts the pieces that earlier patterns left
     keeps_words: bool = False  # no merges inside a word that is a token
-    adds_bos: bool = False  # the default for files without a flag
-    composes: bool = False  # text is normalized to NFC first
+    adds_bos: bool = False  # unless the file has a flag
+    composes: bool = False  # normalizes text to NFC
 
     def pre_tokenizer(self) -> pre_tokenizers.PreTokenizer:
-        """Return a pre-tokenizer that cuts a text and spells its bytes in GPT-2's alphabet."""
         cuts = [
             pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in self.patterns
         ]
@@ -50,7 +49,7 @@ def _cl100k(digits: str) -> str:
     )
 
 
-# The model's own patterns. llama.cpp cuts words with combining marks or non-ASCII capitals otherwise.
+# The model's own patterns. llama.cpp has others for combining marks and non-ASCII capitals.
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
@@ -95,10 +94,10 @@ _GGML = "tokenizer.ggml."
 _TEMPLATE = "tokenizer.chat_template"
 _SPACE = "▁"
 _BYTES = frozenset(f"<0x{byte:02X}>" for byte in range(256))
-# Bounds for malicious files. Gemma's vocabulary, the largest in common use, has 2^18 tokens.
+# Bounds for malicious files; the largest vocabularies have 2^18 tokens.
 _MOST_TOKENS: Final = 1 << 20
 _MOST_MERGES: Final = 1 << 20
-_MOST_ADDED_CHARS: Final = 1 << 20  # each takes about 100 bytes in an automaton
+_MOST_ADDED_CHARS: Final = 1 << 20  # about 100 bytes each, compiled
 _MOST_WORK: Final = 100_000_000  # squares of token lengths; Mistral's add up to a million
 
 # Tokens that are EOS tokens by their text alone, as in llama.cpp. `</s>` is left out, because some
@@ -115,8 +114,7 @@ _ENDS: Final = frozenset(
         "<｜end▁of▁sentence｜>",
     }
 )
-# gpt-oss and Solar Open have these tokens, and their `<|end|>` ends a message, not the answer. The
-# rule is llama.cpp's.
+# gpt-oss and Solar Open have these tokens. Their `<|end|>` ends a message, not the answer.
 _ENDS_BESIDE_MESSAGES: Final = ({"<|return|>", "<|call|>"}, {"<|flush|>", "<|calls|>"})
 
 
@@ -138,8 +136,7 @@ _SPECIAL = (TokenType.CONTROL, TokenType.UNKNOWN)
 def read_tokenizer(metadata: Mapping[str, Any]) -> PreTrainedTokenizerFast:
     """Return the tokenizer that a GGUF file's metadata describe, with its chat templates.
 
-    Texts get the same ids as from the model's original tokenizer. Raises ValueError for a key that
-    is missing, wrong or unknown.
+    Raises ValueError for a key that is missing, wrong or unknown.
     """
     try:
         return _tokenizer(metadata)
@@ -151,14 +148,13 @@ def read_tokenizer(metadata: Mapping[str, Any]) -> PreTrainedTokenizerFast:
 
 
 def read_end_ids(metadata: Mapping[str, Any]) -> frozenset[int]:
-    """Return the ids of all EOS tokens, by id or by text. Raises ValueError as `read_tokenizer`."""
+    """Return the ids of all EOS tokens. Raises ValueError as `read_tokenizer` does."""
     vocabulary = _vocabulary(metadata)
     named = (_token_id(metadata, f"{name}_token_id", vocabulary) for name in ("eos", "eot", "eom"))
     return named_ends(vocabulary.ids).union(token for token in named if token is not None)
 
 
 def named_ends(ids: Mapping[str, int]) -> frozenset[int]:
-    """Return the ids of tokens that are EOS tokens by their text alone."""
     texts = _ENDS & ids.keys()
     if any(ends <= ids.keys() for ends in _ENDS_BESIDE_MESSAGES):
         texts -= {"<|end|>"}
@@ -167,8 +163,6 @@ def named_ends(ids: Mapping[str, int]) -> frozenset[int]:
 
 @dataclass(frozen=True, slots=True)
 class _Vocabulary:
-    """Tokens in the order of their ids, each with its type."""
-
     tokens: Sequence[str]
     types: Sequence[int]
     ids: Mapping[str, int]
@@ -188,7 +182,7 @@ def _tokenizer(metadata: Mapping[str, Any]) -> PreTrainedTokenizerFast:
         f"{name}_token": None if token is None else vocabulary.tokens[token]
         for name, token in ids.items()
     }
-    fast: Any = PreTrainedTokenizerFast  # untyped
+    fast: Any = PreTrainedTokenizerFast
     made: PreTrainedTokenizerFast = fast(
         tokenizer_object=tokenizer,
         chat_template=_chat_template(metadata),
@@ -201,7 +195,6 @@ def _tokenizer(metadata: Mapping[str, Any]) -> PreTrainedTokenizerFast:
 
 
 def _byte_level(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
-    """Return a byte-level BPE tokenizer, and whether its texts begin with the BOS token."""
     name = _one(metadata, f"{_GGML}pre", str) or "default"
     splitting = SPLITTINGS.get(name)
     if splitting is None:
@@ -251,9 +244,8 @@ def _sentencepiece(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> Toke
 def _merges_by_score(vocabulary: _Vocabulary, scores: Sequence[float]) -> list[tuple[str, str]]:
     """Return every pair of tokens that makes a third, ordered by the third's score, best first.
 
-    SentencePiece (bpe_model.cc) merges the leftmost pair among equal scores. These occur in runs of
-    spaces, where merging the longest token first has the same result. Source: transformers'
-    `generate_merges`.
+    SentencePiece merges the leftmost of pairs with equal scores. These occur in runs of spaces,
+    where the longest token first has the same effect, as in transformers' `generate_merges`.
     """
     tokens, ids = vocabulary.tokens, vocabulary.ids
     if sum(len(token) ** 2 for token in tokens) > _MOST_WORK:
@@ -273,7 +265,6 @@ def _merges_by_score(vocabulary: _Vocabulary, scores: Sequence[float]) -> list[t
 
 
 def _listed_merges(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> list[tuple[str, str]]:
-    """Return the file's merges. A pair that is listed twice keeps its first place."""
     listed = _many(metadata, f"{_GGML}merges", str)
     if listed is None:
         raise ValueError(f"it has no {_GGML}merges")
@@ -290,10 +281,8 @@ def _listed_merges(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> list
 
 
 def _added(vocabulary: _Vocabulary) -> list[AddedToken]:
-    """Return the tokens that are found in a text before it is cut into words.
-
-    EOS tokens are always special, because some files give them the wrong type.
-    """
+    """Return the tokens that are found in a text before it is cut into words."""
+    # Some files give EOS tokens the wrong type.
     is_special = {
         token: kind in _SPECIAL or token in _ENDS
         for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True)
@@ -313,7 +302,6 @@ def _vocabulary(metadata: Mapping[str, Any]) -> _Vocabulary:
     if not listed:
         raise ValueError(f"it has no {_GGML}tokens")
     _check_count(listed, _MOST_TOKENS, "tokens")
-    # Tokens without text get distinct names, as in llama.cpp.
     tokens = [token or f"[EMPTY_{place}]" for place, token in enumerate(listed)]
     types = _many(metadata, f"{_GGML}token_type", int)
     if types is None:
@@ -340,10 +328,7 @@ def _scores(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> Sequence[fl
 
 
 def _token_id(metadata: Mapping[str, Any], name: str, vocabulary: _Vocabulary) -> int | None:
-    """Return a special token's id, or None.
-
-    SentencePiece files without an id use the default of SentencePiece's trainer.
-    """
+    """Return a special token's id. SentencePiece files may rely on the trainer's default ids."""
     defaults = {"unknown_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     token = _one(metadata, _GGML + name, int)
     size = len(vocabulary.tokens)
@@ -359,7 +344,6 @@ def _token_id(metadata: Mapping[str, Any], name: str, vocabulary: _Vocabulary) -
 
 
 def _adds(metadata: Mapping[str, Any], name: str, token: int | None, *, otherwise: bool) -> bool:
-    """Return True if this token is added to texts."""
     flag = _one(metadata, f"{_GGML}add_{name}_token", bool)
     if flag and token is None:
         raise ValueError(f"its {_GGML}add_{name}_token is set, and {_GGML}{name}_token_id is not")
@@ -369,7 +353,6 @@ def _adds(metadata: Mapping[str, Any], name: str, token: int | None, *, otherwis
 
 
 def _chat_template(metadata: Mapping[str, Any]) -> str | dict[str, str] | None:
-    """Return the chat template, or a dict of templates by name if there are several."""
     main = _one(metadata, _TEMPLATE, str)
     names = {
         key.removeprefix(f"{_TEMPLATE}.") for key in metadata if key.startswith(f"{_TEMPLATE}.")
@@ -393,11 +376,10 @@ def _one(metadata: Mapping[str, Any], key: str, kind: type[T]) -> T | None:
 
 
 def _many(metadata: Mapping[str, Any], key: str, kind: type[T]) -> Sequence[T] | None:
-    """Return a list, or None for an absent key. Floats may be stored as integers."""
     values = metadata.get(key)
     if values is None:
         return None
-    kinds = {kind, int} if kind is float else {kind}
+    kinds = {kind, int} if kind is float else {kind}  # floats may be stored as integers
     if not isinstance(values, list) or not set(map(type, values)) <= kinds:
         raise ValueError(f"its {key} is no list of {kind.__name__}")
     return values
