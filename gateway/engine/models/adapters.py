@@ -140,6 +140,8 @@ class _Places:
 
 
 class _Rows:
+    """The adapters of a pass's rows."""
+
     def __init__(self, numbers: tuple[int, ...]) -> None:
         self.numbers = numbers
         self._found: dict[tuple[int, ...], _Places | None] = {}
@@ -164,6 +166,8 @@ class _Rows:
 
 
 class _Pass:
+    """The current pass, as the model's adapted modules share it."""
+
     def __init__(self) -> None:
         self.rows: _Rows | None = None  # None without adapters
         self.gathers = False  # True if mx.gather_mm supports the factors' type

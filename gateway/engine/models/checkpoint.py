@@ -25,7 +25,7 @@ _INDEX = "model.safetensors.index.json"
 SLICE_BYTES: Final = 256 << 20
 # The longest header that the format allows.
 HEADER_BYTES: Final = 100_000_000
-# mlx-lm's OLMo calls sys.exit if its package is missing.
+# mlx-lm's OLMo class calls sys.exit if a package is missing.
 MISSING_PACKAGE: Final = "mlx-lm's class for this model_type needs a package that is not installed"
 KV_GROUP_SIZES: Final = (64, 32)
 # Names of weights for images, sound or drafts.
@@ -282,7 +282,6 @@ def read_in_slices(
 
 
 def slices(arrays: Iterable[mx.array], slice_bytes: int) -> Iterator[list[mx.array]]:
-    """Cut arrays, in order, into lists of at most `slice_bytes`."""
     slice_arrays: list[mx.array] = []
     room = slice_bytes
     for array in arrays:
@@ -346,7 +345,7 @@ def weights_bytes(
 def must_stay_packed(
     checkpoint: Listing, device: Device, dtype: str | None, limit_bytes: int
 ) -> bool:
-    """Return True if a CPU has no room for quantized weights once dequantized."""
+    """Return True if dequantized weights would exceed the limit on a CPU."""
     return (
         device is Device.CPU
         and any(name.endswith(".scales") for name in checkpoint.tensors())
@@ -381,7 +380,7 @@ def kv_bytes(
     is_plain = set(config.get("layer_types") or ()) <= {"full_attention"}
     if kv_bits is not None and group and is_plain and not config.get("sliding_window"):
         packed = head * kv_bits // 8 + 2 * itemsize * head // group
-    # A layer is copied while a sequence joins or leaves the batch.
+    # One layer is added, which is copied while a sequence joins or leaves the batch.
     return 2 * (layers * packed + floating) * kv_heads * min(tokens, longest)
 
 

@@ -82,7 +82,7 @@ def write_for_mlx_lm(config: dict[str, Any]) -> None:
 def _write_layers(config: dict[str, Any]) -> None:
     """Rewrite transformers' list of layer types in the form that mlx-lm's class reads.
 
-    Raises ValueError if the class needs full attention at a fixed interval and the list has none.
+    Raises ValueError if the class needs full attention at a fixed interval and the list differs.
     """
     kind, types = config.get("model_type"), config.get("layer_types")
     mixtures = config.get("mlp_layer_types")
@@ -97,7 +97,7 @@ def _write_layers(config: dict[str, Any]) -> None:
     names = _LAYERS.get(str(kind), {})
     config["layer_types"] = [names.get(each, each) for each in types]
     if kind == "ministral" and "full_attention" not in types:
-        # The class needs a list with full attention, and no text exceeds the window.
+        # The class needs a layer with full attention, and `context` keeps texts within the window.
         del config["layer_types"]
     elif kind == "exaone4" and "sliding_attention" in types:
         config["sliding_window_pattern"] = "".join(

@@ -11,7 +11,7 @@ from gateway.engine.models.gguf.architectures import read_config
 from gateway.engine.models.gguf.header import read_header
 from gateway.registry import is_gguf
 
-# The default of `pair_context`, from Qwen3's model card.
+# The default limit of `pair_context`, from Qwen3's model card.
 PAIR_TOKENS: Final = 8192
 LLAMAS: Final = ("eurobert", "llama", "mistral", "qwen2", "qwen3")
 POSITIONS: Final = ("max_position_embeddings", "max_seq_len", "n_positions")
@@ -21,8 +21,8 @@ WINDOWED: Final = {
     "mistral": 4096,
     **dict.fromkeys(("minimax", "ministral3", "mixtral", "phi3", "phimoe", "starcoder2")),
 }
-# Families whose windows mlx-lm ignores and further keys switch on (`_has_windows`). The values are
-# transformers' defaults for `max_window_layers`; 0 means that the key has no effect.
+# Families whose windows mlx-lm ignores if `_has_windows`, with transformers' default for
+# `max_window_layers`. 0 means that the key has no effect.
 SWITCHED: Final = {
     "dots1": 62,
     "eurobert": 0,
@@ -68,7 +68,6 @@ class Limit:
 
 
 def list_limits(config: Mapping[str, Any]) -> list[Limit]:
-    """List a decoder's limits, lowest first."""
     text = text_config(config)
     found = [Limit(window, "sliding_window") for window in (ignored_window(text),) if window]
     scaling = text.get("rope_scaling") or text.get("rope_parameters") or {}
@@ -82,7 +81,7 @@ def list_limits(config: Mapping[str, Any]) -> list[Limit]:
             found.append(Limit(int(original), "long_factor"))
     if config.get("model_type") == "llama4_text":
         found += [
-            Limit(int(text.get(key) or 8192), key)  # transformers' default for both keys
+            Limit(int(text.get(key) or 8192), key)  # transformers' default
             for key in ("attention_chunk_size", "floor_scale")
             if key != "floor_scale" or text.get("attn_temperature_tuning", True)
         ]
@@ -103,7 +102,6 @@ def read_context(
 
 
 def read_files(files: Path) -> Mapping[str, Any]:
-    """Return the config of a model's folder or GGUF file."""
     if is_gguf(files.name):
         return read_config(read_header(files))
     config: Mapping[str, Any] = json.loads((files / "config.json").read_text(encoding="utf-8"))

@@ -73,7 +73,7 @@ def _check(key: str, number: float, least: int, most: int) -> None:
 
 
 def read_count(config: Mapping[str, Any], key: str, most: int) -> int:
-    """Return a number of config.json, or 0 if it has none. Raises ValueError above `most`."""
+    """Return a number of config.json, or 0. Raises ValueError above `most`."""
     number = config.get(key) or 0
     _check(key, number, 0, most)
     return int(number)

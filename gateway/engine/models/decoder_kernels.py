@@ -63,7 +63,7 @@ def attend(
     """Return attention as mlx-lm's `scaled_dot_product_attention` does.
 
     Queries are (rows, heads, tokens, size); keys and values are (rows, KV heads, places, size), or
-    quantized as in `attend_packed`. mlx-lm's function computes few queries, sinks and additive
+    quantized as in `attend_packed`. mlx-lm's function serves short passes, sinks and additive
     masks.
     """
     is_ours = sinks is None and _is_plain(mask)
@@ -121,10 +121,9 @@ def attend_packed(
 ) -> mx.array:
     """Return attention for keys and values that are quantized to 8 or 4 bits.
 
-    Codes are multiplied as floats, then the products are scaled: mlx's quantized products are slow
-    on a CPU. Queries are (rows, heads, tokens, size). Keys and values are codes, (rows, KV heads,
-    places, size * bits / 32) uint32, then scales and biases, (rows, KV heads, places, size /
-    group_size).
+    Codes are multiplied as floats, because mlx's quantized products are slow on a CPU. Queries are
+    (rows, heads, tokens, size). Keys and values are codes, (rows, KV heads, places, size * bits /
+    32) uint32, then scales and biases, (rows, KV heads, places, size / group_size).
     """
     rows, heads, tokens, size = queries.shape
     shared, places = keys[0].shape[1:3]
@@ -189,7 +188,7 @@ _ARRAYS: Final = ("weight", "bias", "scales", "biases")  # their first axis is t
 
 
 class _Product:
-    """A matrix product for several projections, each of which takes its part once."""
+    """A matrix product for several projections. Each projection takes its part once."""
 
     def __init__(self, linear: Module, widths: Sequence[int]) -> None:
         self._linear: Any = linear
@@ -225,7 +224,7 @@ class FusedProjection(Module):
 def fuse_projections(model: Any) -> Generator[None, None, int]:
     """Fuse projections of the same input, one group per step; return the number of groups.
 
-    Must run on the lane. Results change by rounding.
+    Must run on the lane. Results differ by rounding.
     """
     count = 0
     for module in model.modules():

@@ -42,8 +42,8 @@ def open_decoder(
 
     No text may exceed `context` tokens. Must run on the lane. Raises ModelLoadFailed.
     """
-    weights = checkpoint.weights()  # names an incomplete file
-    checkpoint.config()  # names a number beyond its bounds
+    weights = checkpoint.weights()  # raises an error that names the file
+    checkpoint.config()  # raises an error that names the key
 
     def bounded_classes(config: dict[str, Any]) -> tuple[Any, type]:
         # The weights decide, because mlx-lm and transformers have different defaults.

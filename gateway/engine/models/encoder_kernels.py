@@ -34,7 +34,7 @@ def exp2(x: mx.array) -> mx.array:
     return _scaled(shifted.view(mx.int32), power.view(mx.int32)).view(mx.float32)
 
 
-# exp2 is compiled in two functions, because a view inside one would need a trace for each shape.
+# Two functions are compiled, because a view inside one would need a trace for each shape.
 @partial(mx.compile, shapeless=True)
 def _split(x: mx.array) -> tuple[mx.array, mx.array]:
     """Return x's integer part, in a float's low bits, and 2^(x's fraction)."""
@@ -57,7 +57,7 @@ Attention = Callable[[mx.array, mx.array, mx.array, mx.array | None], mx.array]
 # The arguments are x, (rows, dimensions), weight, bias and epsilon.
 Normalization = Callable[[mx.array, mx.array, mx.array | None, float], mx.array]
 
-# The score added to a padding token's, finite because -inf could lead to NaN.
+# The number added to a padding token's score; -inf could lead to NaN.
 PADDING_SCORE: Final = -1e9
 # Texts of over LONG tokens are computed in blocks of QUERY_BLOCK queries, whose scores stay in the
 # CPU's cache (MiniLM is 1.3 times as fast at 512 tokens).
@@ -91,8 +91,8 @@ def arithmetic(
 
 
 # erfc(a sqrt(2)) = 1 / p(a)^16, where p(a) = (q(a)^2 + P[0])^2 + P[1] and q is a cubic with the
-# coefficients Q, highest first. Fitted for an error of 2e-7 in a * erfc; the form varies Abramowitz
-# and Stegun (Handbook of Mathematical Functions, 7.1.28).
+# coefficients Q, highest first. The fit has an error of 2e-7 in a * erfc. The form is a variant of
+# Abramowitz and Stegun, Handbook of Mathematical Functions, 7.1.28.
 _Q: Final = (0.0078602723, -0.0285819363, 0.2922924988, 0.4173043838)
 _P: Final = (0.0302346432, 0.9582307320)
 
@@ -148,7 +148,7 @@ def attend_fused(q: mx.array, k: mx.array, v: mx.array, bias: mx.array | None) -
 
 
 def layer_norm_by_products(dimensions: int) -> Normalization:
-    """Return a layer normalization whose averages are fast matrix products."""
+    """Return a layer normalization that averages by matrix products, faster than mlx's sums."""
     average = mx.full((dimensions, 1), 1 / dimensions)
     mx.eval(average)  # now, because several streams read the array later
 

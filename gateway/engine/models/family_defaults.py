@@ -40,11 +40,11 @@ def resolve(config: Mapping[str, Any]) -> tuple[Mapping[str, str], Mapping[str, 
         theta = {"rope_theta": given.get("rope_theta")} if given.get("rope_theta") else {}
         kind = scaling.get("rope_type") or scaling.get("type")
         given.setdefault("rope_parameters", {**scaling, **theta, "rope_type": kind})
-    for field in fields(known):  # transformers requires these types
+    for field in fields(known):  # transformers requires the default's type
         default: Any = field.default
         if type(default) in (bool, float) and type(given.get(field.name)) in (bool, int):
             given[field.name] = type(default)(given[field.name])
-    with contextlib.suppress(Exception):  # the reader refuses wrong values
+    with contextlib.suppress(Exception):  # wrong values are refused where they are read
         return aliases, known(**given).to_dict()
     return aliases, {}
 

@@ -22,8 +22,8 @@ from gateway.engine.device_faults import classify
 from gateway.engine.models.checkpoint import SLICE_BYTES, slices
 from gateway.errors import Fault
 
-_ROWS: Final = (1, 9)  # tokens: MLX has kernels for few and for many
-_SORTED_ROWS: Final = 64  # mlx-lm sorts at least this many rows by expert
+_ROWS: Final = (1, 9)  # tokens in a short and in a long pass, which use different kernels
+_SORTED_ROWS: Final = 64  # mlx-lm sorts this many rows or more by expert
 # The most choices per expert for which the chosen experts' weights are copied.
 _COPIED_SHARE: Final = 1 / 4
 _FLOATING_KINDS: Final[Mapping[Any, Any]] = {
@@ -121,7 +121,7 @@ def has_kernel(product: Callable[[], mx.array]) -> bool:
 
 
 def can_gather(dtype: mx.Dtype) -> bool:
-    """Return True if mx.gather_mm supports a type. Must not run inside a pass."""
+    """Return True if mx.gather_mm supports a type. Evaluates, so it must not run in a pass."""
     factors, index = mx.zeros((2, 8, 8), dtype), mx.array([0])
     return has_kernel(lambda: mx.gather_mm(factors[:1], factors, rhs_indices=index))
 

@@ -15,8 +15,8 @@ def _listed(file: str) -> frozenset[str]:
     return frozenset(Path(__file__).with_name(file).read_text(encoding="utf-8").split())
 
 
-# Families whose answers equal a reference's in docs/architectures.md: mlx-lm's by module name, then
-# transformers' by `model_type`.
+# Families in docs/architectures.md whose answers equal mlx-lm's (by the names of its modules) or
+# transformers' (by `model_type`).
 EQUAL: Final = _listed("equal_to_mlx_lm.txt")
 _TRANSFORMERS: Final = _listed("equal_to_transformers.txt")
 

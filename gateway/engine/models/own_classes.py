@@ -10,7 +10,7 @@ from mlx.nn.layers.activations import relu2
 from mlx.nn.layers.base import Module
 from mlx.nn.layers.linear import Linear
 
-Classes = tuple[Any, Any]  # of a model, and of its arguments
+Classes = tuple[Any, Any]  # a model's class and its arguments' class
 Make = Callable[[dict[str, Any]], Classes]
 Weights = Mapping[str, mx.array]
 # The prefix of arrays in files that have only a language model.
@@ -23,7 +23,7 @@ def _module(name: str) -> Any:
 
 
 def _renaming(name: str, rename: Callable[[Weights], Weights]) -> Make:
-    """Return a maker of mlx-lm's classes that renames the weights before `sanitize`."""
+    """Return a maker of mlx-lm's classes whose model renames weights before `sanitize`."""
 
     def make(_: dict[str, Any]) -> Classes:
         module = _module(name)

@@ -88,7 +88,7 @@ def rotate(
     cosines, sines, _ = tables[key]
     whole = x.shape[-1] == dims
     turning = x if whole else x[..., :dims]
-    # Traditional rotations pair neighbours, others the same places of both halves.
+    # Traditional rotations pair neighbours; others pair the same places of both halves.
     if traditional:
         pairs = turning.reshape(*x.shape[:-1], dims // 2, 2)
         swapped = pairs[..., ::-1]

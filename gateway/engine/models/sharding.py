@@ -1,6 +1,6 @@
 """One model divided among processes: the ranks of a group that `mlx.launch` started.
 
-Every rank must run the same passes, because a rank that is missing makes the others wait for ever.
+Every rank must run the same passes, because the others wait for ever for a missing rank.
 """
 
 import json
@@ -49,9 +49,9 @@ def first_host() -> str:
 
 
 def share_bytes(group: RankGroup, data: bytes) -> bytes:
-    """Return rank 0's data on every rank: the other ranks add zeros."""
+    """Return rank 0's data on every rank."""
     if group.rank() > 0:
-        data = b""
+        data = b""  # the sum below then equals rank 0's data
     size: Any = _sum(mx.array(len(data))).item()
     content = np.frombuffer(data.ljust(size, b"\0"), np.uint8)
     return np.asarray(_sum(mx.array(content))).tobytes()

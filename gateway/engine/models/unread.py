@@ -116,7 +116,8 @@ def list_lost(found: Mapping[str, mx.array], model: Any, text: Mapping[str, Any]
 def list_dropped(found: Mapping[str, mx.array], model: Any, text: Mapping[str, Any]) -> list[str]:
     """List the kinds of arrays that a class drops. Raises ValueError for experts' biases.
 
-    The class renames arrays, so dropped kinds are found by size: they add up to the model's lack.
+    The class renames arrays, so dropped kinds are found by size: their sizes add up to the missing
+    numbers.
     """
     if not hasattr(model, "sanitize"):
         return []
@@ -139,7 +140,7 @@ def list_dropped(found: Mapping[str, mx.array], model: Any, text: Mapping[str, A
 def _sizes(
     arrays: Mapping[str, mx.array], others: Mapping[str, mx.array], layers: int
 ) -> dict[str, int]:
-    """Count the numbers in the arrays that are not in `others` or spare, by name without indices."""
+    """Count the numbers in the arrays that are not in `others`, by name without indices."""
     sizes: dict[str, int] = {}
     for name, array in arrays.items():
         numbers = _NUMBER.findall(name)

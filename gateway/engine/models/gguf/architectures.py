@@ -1,6 +1,6 @@
 """Translate a GGUF file's metadata and tensors to mlx-lm's config and weight names.
 
-A key that changes the computation is followed or refused.
+A key that changes the computation is translated or refused.
 https://github.com/ggml-org/ggml/blob/master/docs/gguf.md describes the keys, llama.cpp's
 convert_hf_to_gguf.py the tensors.
 """
@@ -71,10 +71,8 @@ def read_config(header: Header) -> dict[str, Any]:
 
 
 def places(config: Mapping[str, Any], header: Header) -> dict[str, TensorPlace]:
-    """Return the file's tensor of each weight of mlx-lm's model. Raises GgufError if they don't
-    fit.
-    """
-    # A malicious number of layers would fill memory.
+    """Return the tensor of each mlx-lm weight. Raises GgufError for tensors that don't fit."""
+    # A malicious number of layers would fill memory below.
     if config["num_hidden_layers"] > len(header.tensors):
         raise GgufError(f"it has no tensors for {config['num_hidden_layers']:,} layers")
     expected = dict(_expected(config))
@@ -170,7 +168,7 @@ def _sizes(keys: _Keys) -> dict[str, Any]:
 
 
 def _rotations(keys: _Keys, header: Header) -> dict[str, Any]:
-    """Return the keys of rotary positions. llama's files have traditional rotations."""
+    """Return the rotary keys. GGUF reorders llama's weights for traditional rotations."""
     name = header.metadata["general.architecture"]
     return {
         "rope_theta": keys.positive("rope.freq_base", 10_000.0),

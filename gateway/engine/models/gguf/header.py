@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, Final
 
 import numpy as np
 
-# As in safetensors; Qwen's header has 6 MB.
+# The bound of safetensors' headers; Qwen's GGUF header has 6 MB.
 HEADER_BYTES: Final = 100_000_000
 MOST_ITEMS: Final = 1 << 22
 MOST_KEYS: Final = 1 << 16

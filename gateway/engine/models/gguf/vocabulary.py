@@ -25,8 +25,8 @@ class Splitting:
     """The patterns of a pre-tokenizer, and other rules that its name implies."""
 
     patterns: tuple[str, ...]  # each cuts the pieces that earlier patterns left
-    keeps_words: bool = False  # no merges inside a word that is a token
-    adds_bos: bool = False  # unless the file has a flag
+    keeps_words: bool = False  # a word that is a token stays whole
+    adds_bos: bool = False  # the default of `add_bos_token`
     composes: bool = False  # normalizes text to NFC
 
     def pre_tokenizer(self) -> pre_tokenizers.PreTokenizer:
@@ -49,7 +49,7 @@ def _cl100k(digits: str) -> str:
     )
 
 
-# The model's own patterns. llama.cpp has others for combining marks and non-ASCII capitals.
+# Tekken's own patterns: llama.cpp's differ for combining marks and non-ASCII capitals.
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
@@ -97,7 +97,7 @@ _BYTES = frozenset(f"<0x{byte:02X}>" for byte in range(256))
 # Bounds for malicious files; the largest vocabularies have 2^18 tokens.
 _MOST_TOKENS: Final = 1 << 20
 _MOST_MERGES: Final = 1 << 20
-_MOST_ADDED_CHARS: Final = 1 << 20  # about 100 bytes each, compiled
+_MOST_ADDED_CHARS: Final = 1 << 20  # each takes about 100 bytes of memory
 _MOST_WORK: Final = 100_000_000  # squares of token lengths; Mistral's add up to a million
 
 # Tokens that are EOS tokens by their text alone, as in llama.cpp. `</s>` is left out, because some
@@ -244,8 +244,9 @@ def _sentencepiece(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> Toke
 def _merges_by_score(vocabulary: _Vocabulary, scores: Sequence[float]) -> list[tuple[str, str]]:
     """Return every pair of tokens that makes a third, ordered by the third's score, best first.
 
-    SentencePiece merges the leftmost of pairs with equal scores. These occur in runs of spaces,
-    where the longest token first has the same effect, as in transformers' `generate_merges`.
+    SentencePiece (bpe_model.cc) merges the leftmost of pairs with equal scores. These occur in runs
+    of spaces, where the longest token first has the same effect, as in transformers'
+    `generate_merges`.
     """
     tokens, ids = vocabulary.tokens, vocabulary.ids
     if sum(len(token) ** 2 for token in tokens) > _MOST_WORK:
