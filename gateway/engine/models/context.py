@@ -21,8 +21,8 @@ WINDOWED: Final = {
     "mistral": 4096,
     **dict.fromkeys(("minimax", "ministral3", "mixtral", "phi3", "phimoe", "starcoder2")),
 }
-# Families whose windows mlx-lm ignores if `_has_windows`, with transformers' default for
-# `max_window_layers`. 0 means that the key has no effect.
+# Families whose windows mlx-lm ignores; `_has_windows` decides whether a config has windows. The
+# values are transformers' defaults for `max_window_layers`, or 0 if the key has no effect.
 SWITCHED: Final = {
     "dots1": 62,
     "eurobert": 0,

@@ -82,6 +82,7 @@ def rotate(
         )
         return rotated
     tokens = x.shape[-2]
+    # The table keeps `freqs` alive, so no other array gets the same id.
     key = dims, traditional, base, scale, id(freqs), tokens
     if key not in tables:
         tables[key] = _make_table(dims, traditional, base, scale, offset, freqs, tokens)

@@ -81,7 +81,7 @@ _BIAS: Final = re.compile(r"e_score_correction_bias|expert_bias")
 
 
 def check_keys(text: Mapping[str, Any], model_class: type) -> None:
-    """Raise ValueError for a key if mlx-lm's answers would differ from transformers'."""
+    """Raise ValueError for a key that makes mlx-lm's answers differ from transformers'."""
     for key in _unread(text, reader_of(model_class)):
         if CHANGES.fullmatch(key):
             raise ValueError(f"{key} {text[key]!r:.60} is not supported for `{text['model_type']}`")
