@@ -1,8 +1,7 @@
-"""LoRA adapters of one model (Hu et al., 2021, arxiv.org/abs/2106.09685), several in one pass.
+"""LoRA adapters of one model, several in one pass: https://arxiv.org/abs/2106.09685.
 
-An adapted projection computes x W + (x A) B for each row, with the factors A and B of the row's
-adapter. The factors of adapters of the same rank are stacked, and gathered by row. All adapters
-share the base model's weights. Everything here must run on the lane.
+A projection computes x W + (x A) B for each row, with the factors A and B of the row's adapter.
+Everything here must run on the lane.
 """
 
 import contextlib
@@ -35,24 +34,23 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class AdapterFiles:
-    """An adapter's folder, and the contents of its config and of its weights' header."""
+    """An adapter's config, and the header of its weights."""
 
-    folder: Checkpoint  # errors that it makes name the adapter
+    folder: Checkpoint  # its errors name the adapter
     rank: int
     scale: float
-    # The shapes of lora_a and lora_b for each adapted module, by the module's name.
+    # The shapes of lora_a and lora_b, by the adapted module's name.
     shapes: Mapping[str, tuple[Shape, Shape]]
 
     @property
     def weights(self) -> int:
-        """Count the weights in all factors."""
         return sum(math.prod(shape) for both in self.shapes.values() for shape in both)
 
     def factors(self) -> dict[str, tuple[mx.array, mx.array]]:
-        """Return each module's factors, which are read when evaluated. Must run on the lane."""
+        """Return each module's factors, which are read when evaluated."""
         with self.folder.blame():
             arrays = mx.load(str(self.folder.folder / WEIGHTS))
-            assert isinstance(arrays, dict)  # mx.load returns a dict for safetensors
+            assert isinstance(arrays, dict)
             return {
                 module: (arrays[f"{module}.lora_a"], arrays[f"{module}.lora_b"])
                 for module in self.shapes
@@ -60,10 +58,7 @@ class AdapterFiles:
 
 
 def read_adapter(name: str, folder: Path) -> AdapterFiles:
-    """Read an adapter's config and the header of its weights, but not the weights themselves.
-
-    `Adapters.add_in_steps` checks whether the adapter fits its base. Raises ModelLoadFailed.
-    """
+    """Read an adapter's config and the header of its weights. Raises ModelLoadFailed."""
     files = Checkpoint(name, folder)
     if not (folder / WEIGHTS).is_file():
         if any((folder / file).is_file() for file in _PEFT_WEIGHTS):
@@ -98,7 +93,6 @@ def _read_config(files: Checkpoint, config: Mapping[str, Any]) -> tuple[int, flo
 def _pair(
     files: Checkpoint, tensors: Mapping[str, Tensor], rank: int
 ) -> dict[str, tuple[Shape, Shape]]:
-    """Return the shapes of each module's factors. Raise ModelLoadFailed for a wrong one."""
     if not tensors:
         raise files.failed(f"{WEIGHTS} has no weights")
     unknown = [name for name in tensors if name.rpartition(".")[2] not in _FACTORS]
@@ -130,33 +124,30 @@ def _pair(
     }
 
 
-NONE: Final = 0  # the number that means no adapter
+NONE: Final = 0  # the number for no adapter
 
 _Module: Any = Module  # untyped in mlx's stubs
 
 
 @dataclass(frozen=True, slots=True)
 class _Places:
-    """Where a stack has the factors that the rows of a pass need."""
+    """The places in a stack that the rows of a pass need."""
 
-    only: int | None  # the place in the stack, if all rows have the same adapter
-    index: mx.array  # (rows,), each row's place in the stack
-    # (rows, 1, 1) bool: True for rows whose adapter is in the stack; None if all rows' are.
+    only: int | None  # the place, if all rows have the same adapter
+    index: mx.array  # (rows,)
+    # (rows, 1, 1) bool: True for rows whose adapter is in the stack. None means all rows.
     mask: mx.array | None
 
 
 class _Rows:
-    """The number of each row's adapter in a pass, and where stacks have these adapters."""
+    """The adapters of a pass's rows."""
 
     def __init__(self, numbers: tuple[int, ...]) -> None:
         self.numbers = numbers
-        # The results of `find` by its argument: modules with the same adapters share a result.
         self._found: dict[tuple[int, ...], _Places | None] = {}
 
     def find(self, numbers: tuple[int, ...]) -> _Places | None:
-        """Return where a stack of these adapters has the rows' factors; None if no row uses an
-        adapter of the stack.
-        """
+        """Return the places of the rows' adapters in a stack; None if the stack has none."""
         if numbers not in self._found:
             self._found[numbers] = self._look_up(numbers)
         return self._found[numbers]
@@ -175,24 +166,24 @@ class _Rows:
 
 
 class _Pass:
-    """The state of the current pass, which a model's adapted modules share."""
+    """The current pass, as the model's adapted modules share it."""
 
     def __init__(self) -> None:
-        self.rows: _Rows | None = None  # None if no row has an adapter
-        # True if the device has a kernel of mx.gather_mm for the factors' type.
-        self.gathers = False
+        self.rows: _Rows | None = None  # None without adapters
+        self.gathers = False  # True if mx.gather_mm supports the factors' type
 
 
 class _Stack(_Module):  # type: ignore[misc]
-    """A module's factors of all adapters that have the same rank, stacked as `lora_a`, (adapters,
-    in, rank), and `lora_b`, (adapters, rank, out).
+    """A module's factors for all adapters of the same rank.
+
+    `lora_a` is (adapters, in, rank), `lora_b` is (adapters, rank, out).
     """
 
     def __init__(self, numbers: Sequence[int], lora_a: mx.array, lora_b: mx.array) -> None:
         super().__init__()
         evaluate(lora_a, lora_b)
         self.lora_a, self.lora_b = lora_a, lora_b
-        self.numbers = tuple(numbers)  # the adapters' numbers, in the factors' order
+        self.numbers = tuple(numbers)
 
     @property
     def nbytes(self) -> int:
@@ -206,7 +197,6 @@ class _Stack(_Module):  # type: ignore[misc]
         )
 
     def without(self, number: int) -> "_Stack | None":
-        """Return the stack without an adapter; None if nothing is left."""
         numbers = [other for other in self.numbers if other != number]
         if not numbers:
             return None
@@ -214,9 +204,7 @@ class _Stack(_Module):  # type: ignore[misc]
         return _Stack(numbers, self.lora_a[at], self.lora_b[at])
 
     def multiply(self, x: mx.array, places: _Places, *, gathers: bool) -> mx.array:
-        """Return (x A) B for x, (rows, …, in), with the factors of each row's adapter; zeros for
-        rows whose adapter is not in the stack.
-        """
+        """Return (x A) B for x, (rows, …, in); zeros for rows whose adapter is not in the stack."""
         if places.only is not None:
             product: mx.array = (x @ self.lora_a[places.only]) @ self.lora_b[places.only]
             return product
@@ -233,18 +221,16 @@ class _Stack(_Module):  # type: ignore[misc]
 
 
 class AdaptedLinear(_Module):  # type: ignore[misc]
-    """A linear projection, quantized or not, with the factors of the adapters that change it."""
+    """A linear projection with the factors of the adapters that change it."""
 
     def __init__(self, linear: Any, current: _Pass) -> None:
         super().__init__()
         self.linear = linear
-        # One stack for each rank, so that no factors are padded to a larger rank.
         self.stacks: list[_Stack] = []
         self._current = current
 
     @property
     def nbytes(self) -> int:
-        """Count the bytes of the factors."""
         return sum(stack.nbytes for stack in self.stacks)
 
     def __call__(self, x: mx.array) -> mx.array:
@@ -260,7 +246,6 @@ class AdaptedLinear(_Module):  # type: ignore[misc]
         return y
 
     def add(self, number: int, lora_a: mx.array, lora_b: mx.array) -> None:
-        """Add an adapter's factors to the stack of their rank."""
         new, rank = _Stack([number], lora_a[None], lora_b[None]), lora_a.shape[1]
         for i, stack in enumerate(self.stacks):
             if stack.lora_a.shape[2] == rank:
@@ -269,16 +254,15 @@ class AdaptedLinear(_Module):  # type: ignore[misc]
         self.stacks.append(new)
 
     def drop(self, number: int) -> None:
-        """Remove an adapter's factors, if there are any."""
         for i, stack in enumerate(self.stacks):
-            if number in stack.numbers:  # at most one stack has it
+            if number in stack.numbers:
                 rest = stack.without(number)
                 self.stacks[i : i + 1] = [] if rest is None else [rest]
                 return
 
 
 class Adapters:
-    """The adapters of a model. Each has a number that no later adapter gets."""
+    """The adapters of a model. No number is used twice."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -301,11 +285,10 @@ class Adapters:
             self._current.rows = None
 
     def add_in_steps(self, files: AdapterFiles) -> Generator[Adapter | None]:
-        """Read an adapter and add it, some modules per step. The last step yields the Adapter.
+        """Read and add an adapter, some modules per step; the last step yields the Adapter.
 
-        Passes may run between two steps. Raises ModelLoadFailed if the adapter does not fit the
-        model. After an error, or if the generator is closed early, nothing of the adapter is left
-        in the model.
+        Passes may run between steps. Raises ModelLoadFailed for an adapter that doesn't fit. After
+        an error or an early close, nothing of the adapter is left in the model.
         """
         if not self._modules:
             self._current.gathers = can_gather(self.dtype)
@@ -329,7 +312,6 @@ class Adapters:
         yield Adapter(number, files.folder.name, added)
 
     def drop(self, number: int) -> None:
-        """Remove an adapter. Modules that have no adapter left become plain projections again."""
         for path, module in list(self._modules.items()):
             module.drop(number)
             if not module.stacks:
@@ -341,7 +323,6 @@ class Adapters:
         self._modules.clear()
 
     def _adapted(self, path: str, linear: Any) -> AdaptedLinear:
-        """Return the AdaptedLinear of a projection; put one into the model if there is none."""
         if path not in self._modules:
             self._modules[path] = AdaptedLinear(linear, self._current)
             self._put(path, self._modules[path])
@@ -351,9 +332,7 @@ class Adapters:
         self._model.update_modules(tree_unflatten([(path, module)]))
 
     def _find_linears(self, files: AdapterFiles) -> dict[str, Any]:
-        """Return the projections that an adapter changes, or raise ModelLoadFailed naming the first
-        that does not fit.
-        """
+        """Return the projections that an adapter changes, after checking that it fits them."""
         failed = files.folder.failed
         named: dict[str, Any] = dict(self._model.named_modules())
         named |= {path: module.linear for path, module in self._modules.items()}
@@ -382,7 +361,6 @@ class Adapters:
 def _prepare(
     files: AdapterFiles, path: str, factors: tuple[mx.array, mx.array], dtype: mx.Dtype
 ) -> tuple[mx.array, mx.array]:
-    """Read a module's factors as the model's type, and multiply lora_b by the scale."""
     with files.folder.blame():
         lora_a = factors[0].astype(dtype)
         lora_b = (factors[1].astype(mx.float32) * files.scale).astype(dtype)
@@ -394,7 +372,6 @@ def _prepare(
 
 
 def _multiply(x: mx.array, factors: mx.array, index: mx.array, *, gathers: bool) -> mx.array:
-    """Multiply each row of x, (rows, tokens, n), with the factors at its index."""
     if not gathers:
         return x @ factors[index]
     product: mx.array = mx.gather_mm(x, factors, rhs_indices=index)

@@ -1,8 +1,6 @@
-"""A model's folder: reading its JSON files and safetensors, and computing the memory they need.
+"""A model's folder: its JSON files, its safetensors, and the memory that they need.
 
-Weights take long to read, so they are read in steps, between which other work may have the lane.
-
-Pickled weights are never opened: unpickling runs the code in them.
+Pickled weights are never opened, because unpickling runs the code in them.
 """
 
 import contextlib
@@ -23,14 +21,14 @@ from gateway.panics import as_exception
 from gateway.registry import is_gguf
 
 _INDEX = "model.safetensors.index.json"
-# A disk that gives 2.5 GB/s reads a slice in about a tenth of a second.
+# A disk with 2.5 GB/s reads this in 0.1 s.
 SLICE_BYTES: Final = 256 << 20
-# The longest header that the format allows; a broken file may state a greater length.
+# The longest header that the format allows.
 HEADER_BYTES: Final = 100_000_000
-# mlx-lm's module for OLMo calls sys.exit at its import if the package it needs is missing.
+# mlx-lm's OLMo class calls sys.exit if a package is missing.
 MISSING_PACKAGE: Final = "mlx-lm's class for this model_type needs a package that is not installed"
 KV_GROUP_SIZES: Final = (64, 32)
-# The part of an array's name that marks weights for images, sound or drafts, which mlx-lm drops.
+# Names of weights for images, sound or drafts.
 TOWER: Final = r"visual|(embed_)?(vision|audio)\w*|\w*(projector|tower|embedder)|mtp\w*"
 _TOWER: Final = re.compile(rf"(^|.*\.)({TOWER})(\..*|$)")
 
@@ -45,15 +43,12 @@ class Tensor:
 
 
 class Listing(Protocol):
-    """A model's folder or GGUF file, as far as it can be described before its weights are
-    read.
-    """
+    """A model's folder or GGUF file, described before its weights are read."""
 
-    def failed(self, reason: str) -> ModelLoadFailed:
-        """Return the error that says why this model cannot be loaded."""
+    def failed(self, reason: str) -> ModelLoadFailed: ...
 
     def config(self) -> Mapping[str, Any]:
-        """Return the content of config.json, or the equivalent in a GGUF file."""
+        """Return config.json, or the equivalent of a GGUF file."""
 
     def tensors(self) -> Mapping[str, Tensor]:
         """List every array by its name in mlx-lm's model."""
@@ -61,18 +56,20 @@ class Listing(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A model's folder, with the name that callers know the model by."""
+    """A model's folder, and the name that callers know the model by.
+
+    Its methods raise ModelLoadFailed for faulty files.
+    """
 
     name: str
     folder: Path
 
     def failed(self, reason: str) -> ModelLoadFailed:
-        """Return the error that says why this model cannot be loaded."""
         return ModelLoadFailed(self.name, reason)
 
     @contextlib.contextmanager
     def blame(self, about: str = "") -> Iterator[None]:
-        """Turn any exception raised inside into ModelLoadFailed, which quotes it."""
+        """Turn any exception raised inside into ModelLoadFailed."""
         try:
             yield
         except BaseException as error:
@@ -80,14 +77,14 @@ class Checkpoint:
             raise self.failed(f"{about}{type(reason).__name__}: {reason}") from error
 
     def inside(self, path: str) -> "Checkpoint":
-        """Return the checkpoint of a subfolder. Refuse a path that leads out of the folder."""
+        """Return the checkpoint of a subfolder, for a path that stays in the folder."""
         folder = (self.folder / path).resolve()
         if not folder.is_relative_to(self.folder.resolve()):
             raise self.failed(f"modules.json points outside the model's folder: {path}")
         return Checkpoint(self.name, folder)
 
     def read_json(self, file: str) -> Any:
-        """Return the content of a JSON file, or None if there is no such file."""
+        """Return the content of a JSON file, or None if there is no file."""
         path = self.folder / file
         if not path.is_file():
             return None
@@ -97,7 +94,6 @@ class Checkpoint:
             raise self.failed(f"{file} is not valid JSON: {error}") from error
 
     def read_object(self, file: str) -> dict[str, Any]:
-        """Return the JSON object in a file; an empty one if there is no such file."""
         content = self.read_json(file)
         if content is None:
             return {}
@@ -118,7 +114,7 @@ class Checkpoint:
 
     @contextlib.contextmanager
     def reading_config(self) -> Iterator[None]:
-        """Turn errors raised inside, from reading config.json's keys, into ModelLoadFailed."""
+        """Turn errors from reading config.json's keys into ModelLoadFailed."""
         try:
             yield
         except KeyError as error:
@@ -127,9 +123,7 @@ class Checkpoint:
             raise self.failed(f"config.json has an invalid value: {error}") from error
 
     def read_modules(self) -> list[tuple[str, str]] | None:
-        """Return the class name and path of each module that sentence-transformers' modules.json
-        lists, in order; None if there is no modules.json.
-        """
+        """Return each module's class name and path in sentence-transformers' modules.json."""
         listing = self.read_json("modules.json")
         if listing is None:
             return None
@@ -139,24 +133,20 @@ class Checkpoint:
             raise self.failed("modules.json is no list of modules with type and path") from error
 
     def weights(self) -> dict[str, mx.array]:
-        """Open the safetensors, one file or several shards. The arrays are read when evaluated."""
+        """Open the safetensors, whose arrays are read when evaluated."""
         arrays: dict[str, mx.array] = {}
         for file in self._weight_files():
             try:
                 loaded = mx.load(str(self.folder / file))
             except (RuntimeError, ValueError) as error:
                 raise self.failed(f"{file} is not a whole safetensors file: {error}") from error
-            assert isinstance(loaded, dict)  # mx.load returns a dict for safetensors
+            assert isinstance(loaded, dict)
             arrays.update(loaded)
         return arrays
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the arrays that the headers of the safetensors list, by name, except those for
-        images, sound and drafts.
-
-        Raises ModelLoadFailed for a file that is not whole.
-        """
-        has_towers = self.config().get("model_type") == "muse_spark"  # no other class keeps them
+        """List the arrays, without those for images, sound and drafts."""
+        has_towers = self.config().get("model_type") == "muse_spark"  # only its class keeps them
         return {
             name: tensor
             for name, tensor in self.all_tensors().items()
@@ -164,10 +154,6 @@ class Checkpoint:
         }
 
     def all_tensors(self) -> dict[str, Tensor]:
-        """Return every array that the headers of the safetensors list, by name.
-
-        Raises ModelLoadFailed for a file that is not whole.
-        """
         files = self._weight_files()
         return {name: tensor for file in files for name, tensor in self.header(file).items()}
 
@@ -214,7 +200,6 @@ class Checkpoint:
 
 
 def _tensor(array: Mapping[str, Any]) -> Tensor:
-    """Read an array's entry in a header. Raises ValueError for impossible numbers."""
     shape, (start, end) = array["shape"], array["data_offsets"]
     numbers = [*shape, start, end - start]
     if not all(type(number) is int and number >= 0 for number in numbers):
@@ -226,14 +211,12 @@ def _tensor(array: Mapping[str, Any]) -> Tensor:
 
 @contextlib.contextmanager
 def reading_tokenizer(checkpoint: Listing) -> Iterator[None]:
-    """While entered, turn errors in making a tokenizer, panics too, into ModelLoadFailed.
-    Overloaded and Unavailable, which are not about the tokenizer, are raised unchanged.
-    """
+    """Turn errors in making a tokenizer, also panics, into ModelLoadFailed."""
     try:
         yield
     except (ModelLoadFailed, Overloaded, Unavailable):
         raise
-    except SystemExit as error:  # mlx-lm imports the model's class for a tokenizer's defaults
+    except SystemExit as error:  # mlx-lm imports the model's class for the tokenizer
         raise checkpoint.failed(MISSING_PACKAGE) from error
     except BaseException as error:
         noun = "tokenizer.json" if isinstance(checkpoint, Checkpoint) else "its tokenizer"
@@ -246,12 +229,11 @@ def fit_weights(
     shapes: Mapping[str, tuple[int, ...]],
     ignored: Iterable[str] = (),
 ) -> dict[str, mx.array]:
-    """Return exactly the arrays in `shapes`; raise ModelLoadFailed naming those that don't fit.
+    """Return exactly the arrays in `shapes`, or raise ModelLoadFailed.
 
     Names that begin with one of `ignored` are skipped.
     """
-    # Any other unknown name is an error: an unused weight means that the architecture is not the
-    # one that the config says.
+    # An unknown weight means that the config states another architecture.
     skip = tuple(ignored)
     unknown = [n for n in arrays if n not in shapes and not n.startswith(skip)]
     missing = [n for n in shapes if n not in arrays]
@@ -273,10 +255,7 @@ def fit_weights(
 def dequantize(
     checkpoint: Checkpoint, arrays: Mapping[str, mx.array], quantization: Mapping[str, Any]
 ) -> dict[str, mx.array]:
-    """Dequantize the weights that have `scales`, as config.json's `quantization` says.
-
-    A module's entry replaces the numbers that apply to all modules. Raises ModelLoadFailed.
-    """
+    """Dequantize the weights that have `scales`. Raises ModelLoadFailed."""
     unpacked = dict(arrays)
     for module in [n.removesuffix(".scales") for n in arrays if n.endswith(".scales")]:
         packed = _module_quantization(quantization, module)
@@ -295,10 +274,7 @@ def dequantize(
 def read_in_slices(
     checkpoint: Checkpoint, arrays: Iterable[mx.array], slice_bytes: int = SLICE_BYTES
 ) -> Iterator[None]:
-    """Read the arrays of an open model, one slice per step. Must run on the lane.
-
-    Raises ModelLoadFailed if the files turn out to be incomplete.
-    """
+    """Read arrays, one slice per step. Raises ModelLoadFailed. Must run on the lane."""
     for slice_arrays in slices(arrays, slice_bytes):
         with checkpoint.blame():
             mx.eval(slice_arrays)
@@ -306,7 +282,6 @@ def read_in_slices(
 
 
 def slices(arrays: Iterable[mx.array], slice_bytes: int) -> Iterator[list[mx.array]]:
-    """Cut arrays, in order, into lists of at most `slice_bytes`. A larger array is alone."""
     slice_arrays: list[mx.array] = []
     room = slice_bytes
     for array in arrays:
@@ -320,7 +295,6 @@ def slices(arrays: Iterable[mx.array], slice_bytes: int) -> Iterator[list[mx.arr
 
 
 def join_names(names: Iterable[str], limit: int = 5) -> str:
-    """Join the first few names for a message."""
     names = sorted(names)
     text = ", ".join(names[:limit])
     if len(names) > limit:
@@ -344,10 +318,9 @@ def weights_bytes(
     is_packed: bool = False,
     tensors: Mapping[str, Tensor] | None = None,
 ) -> int:
-    """Count the bytes of all weights, or of `tensors` alone, in the type that they are computed
-    with. On a CPU, quantized weights count as dequantized unless `is_packed`.
+    """Count the bytes of a model's weights, or of `tensors` alone, in memory.
 
-    Raises ModelLoadFailed for files that are not whole.
+    Quantized weights count as dequantized on a CPU unless `is_packed`. Raises ModelLoadFailed.
     """
     if tensors is None:
         tensors = checkpoint.tensors()
@@ -361,7 +334,7 @@ def weights_bytes(
             groups = math.prod(tensors[f"{module}.scales"].shape)
             total += groups * _group_size(checkpoint, module) * itemsize
         elif is_unpacked and part in ("scales", "biases"):
-            pass  # dropped when the weight is dequantized
+            pass
         elif is_cast and tensor.dtype in _FLOATING:
             total += math.prod(tensor.shape) * itemsize
         else:
@@ -372,10 +345,7 @@ def weights_bytes(
 def must_stay_packed(
     checkpoint: Listing, device: Device, dtype: str | None, limit_bytes: int
 ) -> bool:
-    """Return True if a CPU has quantized weights but no room for them dequantized.
-
-    With quantized weights, products on a CPU are 10 to 50 times slower, but the model runs.
-    """
+    """Return True if dequantized weights would exceed the limit on a CPU."""
     return (
         device is Device.CPU
         and any(name.endswith(".scales") for name in checkpoint.tensors())
@@ -392,8 +362,7 @@ def kv_bytes(
 ) -> int:
     """Estimate the bytes of KV of `tokens` tokens, or of the model's context if that is shorter.
 
-    Returns 0 if the config lacks the usual keys. `kv_bits` is ignored if some layers may have
-    sliding windows or states, which are never quantized.
+    Returns 0 if the config lacks the usual keys.
     """
     config = text_config(checkpoint.config())
     try:
@@ -407,17 +376,16 @@ def kv_bytes(
     itemsize = pick_dtype(device, dtype, _checkpoint_dtype(checkpoint.tensors())).size
     floating = packed = head * itemsize
     group = kv_group_size(head)
+    # Sliding windows and states are never quantized.
     is_plain = set(config.get("layer_types") or ()) <= {"full_attention"}
     if kv_bits is not None and group and is_plain and not config.get("sliding_window"):
         packed = head * kv_bits // 8 + 2 * itemsize * head // group
-    # One layer is counted twice: it is copied while a sequence joins or leaves the batch.
+    # One layer is added, which is copied while a sequence joins or leaves the batch.
     return 2 * (layers * packed + floating) * kv_heads * min(tokens, longest)
 
 
 def kv_group_size(head: int) -> int | None:
-    """Return how many of the `head` values share a scale and a bias in quantized KV; None if no
-    size divides them. mlx-lm's default is 64.
-    """
+    """Return how many of a head's values share a scale in quantized KV, or None."""
     return next((size for size in KV_GROUP_SIZES if head % size == 0), None)
 
 
@@ -427,7 +395,6 @@ def _checkpoint_dtype(tensors: Mapping[str, Tensor]) -> mx.Dtype:
 
 
 def _group_size(checkpoint: Listing, module: str) -> int:
-    """Return how many weights of a module share a scale, as config.json states it."""
     config = checkpoint.config()
     quantization = config.get("quantization") or config.get("quantization_config") or {}
     size = _module_quantization(quantization, module).get("group_size")
@@ -437,7 +404,6 @@ def _group_size(checkpoint: Listing, module: str) -> int:
 
 
 def _module_quantization(quantization: Mapping[str, Any], module: str) -> Mapping[str, Any]:
-    # A module's entry replaces the numbers that apply to all modules.
     stated = quantization.get(module)
     if isinstance(stated, Mapping):
         return stated

@@ -13,7 +13,7 @@ from gateway.engine.models.family_defaults import ROPE_KEYS, family, resolve
 from gateway.engine.models.own_classes import OWN, Classes, Make
 from gateway.engine.models.unread import check_keys
 
-# Arguments that mlx-lm's classes require, with the values that transformers' classes have built in.
+# Arguments that mlx-lm's classes require. transformers has these values built in.
 _CONSTANTS: Final[Mapping[str, Mapping[str, Any]]] = {
     "apertus": {"mlp_bias": False, "post_norm": False, "qk_norm": True},
     "glm_moe_dsa": {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1},
@@ -24,11 +24,10 @@ _CONSTANTS: Final[Mapping[str, Mapping[str, Any]]] = {
 }
 # Arguments of mlx-lm's classes that take the value of another key.
 _EQUALS: Final = {"gpt2": {"n_ctx": "n_positions"}, "lfm2": {"block_dim": "hidden_size"}}
-# mlx-lm's names for kinds of layers, by transformers 5's names.
+# mlx-lm's names of layer types, by transformers 5's names.
 _HYBRID: Final = {"linear_attention": "mamba", "full_attention": "attention"}
 _LAYERS: Final = {"granitemoehybrid": _HYBRID, "jamba": _HYBRID}
-# Families whose class in mlx-lm has a key for the interval at which layers have full attention,
-# and none for a list of layers. The value is the name of that key.
+# mlx-lm's keys for the interval between layers with full attention, by family.
 _PATTERNS: Final = {
     **dict.fromkeys(("cohere2", "gemma3_text"), "sliding_window_pattern"),
     **dict.fromkeys(("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), "full_attention_interval"),
@@ -37,12 +36,11 @@ _ALIASES: Final = {"ministral": "llama", "qwen3_5_text": "qwen3_5"}
 
 
 def write_for_mlx_lm(config: dict[str, Any]) -> None:
-    """Add the keys that most of mlx-lm's classes read instead of `rope_parameters` and
-    `layer_types`, which transformers 5 writes (modeling_rope_utils.py).
+    """Add the keys that mlx-lm's classes read instead of transformers 5's.
 
-    Raises ValueError for values that mlx-lm's class has no key for.
+    Raises ValueError for values that the classes have no key for.
     """
-    # A class that doesn't find these keys uses its defaults: answers are wrong without an error.
+    # A class would use its defaults for missing keys, and answer wrongly without an error.
     rope = config.get("rope_parameters") or {}
     local, rope = rope.get("sliding_attention") or {}, rope.get("full_attention") or rope
     own = {key: rope.get(key) for key in ("rope_theta", "partial_rotary_factor")}
@@ -59,7 +57,7 @@ def write_for_mlx_lm(config: dict[str, Any]) -> None:
         stated = {key: value for key, value in scaling.items() if value is not None}
         config["rope_scaling"] = {"original_max_position_embeddings": whole, **stated}
     if rope:
-        config.setdefault("rope_scaling", None)  # some classes require the key
+        config.setdefault("rope_scaling", None)  # some classes require it
     for number in (config.get("rope_theta"), (config.get("rope_scaling") or {}).get("factor")):
         if number is not None and not (isinstance(number, int | float) and 0 < number < math.inf):
             raise ValueError(f"rope_theta or a factor is {number!r:.40}, not a positive number")
@@ -82,8 +80,9 @@ def write_for_mlx_lm(config: dict[str, Any]) -> None:
 
 
 def _write_layers(config: dict[str, Any]) -> None:
-    """Rewrite transformers' list of layer types in the form that mlx-lm's class of the family
-    reads. Raises ValueError if the class needs full attention at a fixed interval and it isn't.
+    """Rewrite transformers' list of layer types in the form that mlx-lm's class reads.
+
+    Raises ValueError if the class needs full attention at a fixed interval and the list differs.
     """
     kind, types = config.get("model_type"), config.get("layer_types")
     mixtures = config.get("mlp_layer_types")
@@ -98,7 +97,7 @@ def _write_layers(config: dict[str, Any]) -> None:
     names = _LAYERS.get(str(kind), {})
     config["layer_types"] = [names.get(each, each) for each in types]
     if kind == "ministral" and "full_attention" not in types:
-        # The class needs a layer with full attention. `context` cuts texts to the window.
+        # The class needs a layer with full attention, and `context` keeps texts within the window.
         del config["layer_types"]
     elif kind == "exaone4" and "sliding_attention" in types:
         config["sliding_window_pattern"] = "".join(
@@ -112,16 +111,16 @@ def _write_layers(config: dict[str, Any]) -> None:
 
 
 def complete(config: dict[str, Any], arguments: type | None = None) -> None:
-    """Add the keys that a config lacks, with the values that transformers would use: the value of
-    an alias, a default, or a constant of transformers' class. Lists are added only if mlx-lm's
-    class has them among its `arguments`.
+    """Add the keys that a config lacks, with the values that transformers would use.
+
+    Lists are added only if mlx-lm's class has them.
     """
     kind = family(config)
     aliases, resolved = resolve(config)
     listed = {field.name: field for field in fields(arguments or _Nothing)}
     others = {**aliases, **_EQUALS.get(kind, {})}
     own = {key: resolved[name] for key, name in others.items() if name in resolved}
-    if not config.keys() & (ROPE_KEYS | {"attn_config"}):  # DBRX has them in attn_config
+    if not config.keys() & (ROPE_KEYS | {"attn_config"}):
         config["rope_parameters"] = resolved.get("rope_parameters")
     for key, value in {**resolved, **own, **_CONSTANTS.get(kind, {})}.items():
         is_plain = isinstance(value, bool | int | float | str)
@@ -134,13 +133,13 @@ def complete(config: dict[str, Any], arguments: type | None = None) -> None:
 
 
 @dataclass
-class _Nothing:
-    """The `arguments` of `complete` if none are given: it has no fields."""
+class _Nothing: ...
 
 
 def classes_of(config: dict[str, Any]) -> Classes:
-    """Return a model's class and its arguments' class, from mlx-lm or `own_classes`, and
-    translate the config for them in place. Raises ValueError for a config that no class supports.
+    """Return a model's class and its arguments' class, and translate the config for them in place.
+
+    Raises ValueError for a config that no class supports.
     """
     kind = config.get("model_type")
     try:

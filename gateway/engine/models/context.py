@@ -1,6 +1,4 @@
-"""A model's context in tokens: the value that its files state, or a lower one in models.yaml. This
-module doesn't import mlx.
-"""
+"""A model's context: the most tokens that it takes. This module must not import mlx."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -13,20 +11,18 @@ from gateway.engine.models.gguf.architectures import read_config
 from gateway.engine.models.gguf.header import read_header
 from gateway.registry import is_gguf
 
-# The most tokens of a query with a document if models.yaml has no limit, as in Qwen3's card.
+# The default limit of `pair_context`, from Qwen3's model card.
 PAIR_TOKENS: Final = 8192
 LLAMAS: Final = ("eurobert", "llama", "mistral", "qwen2", "qwen3")
-# The keys for the context in config.json: most families', DBRX's, and that of GPT-2 and its kin.
 POSITIONS: Final = ("max_position_embeddings", "max_seq_len", "n_positions")
-# Families that have windows in transformers and none in mlx-lm. Families in WINDOWED have windows
-# whenever `sliding_window` is a number; the value here is transformers' default for a config
-# without the key. Families in SWITCHED have them on a further condition (`_has_windows`); the
-# value here is transformers' default for `max_window_layers`, the first layer with a window.
+# Families whose windows mlx-lm ignores, with transformers' default for `sliding_window`.
 WINDOWED: Final = {
     "gemma2": 4096,
     "mistral": 4096,
     **dict.fromkeys(("minimax", "ministral3", "mixtral", "phi3", "phimoe", "starcoder2")),
 }
+# Families whose windows mlx-lm ignores; `_has_windows` decides whether a config has windows. The
+# values are transformers' defaults for `max_window_layers`, or 0 if the key has no effect.
 SWITCHED: Final = {
     "dots1": 62,
     "eurobert": 0,
@@ -42,21 +38,20 @@ SWITCHED: Final = {
 
 
 def full_attention_share(config: Mapping[str, Any]) -> float:
-    """Return the share of layers whose KV grows with every token. The others have windows or
-    states.
-    """
+    """Return the share of layers whose KV grows with every token."""
     layers = config.get("layer_types")
     if layers:
         return float(layers.count("full_attention") / len(layers))
-    # Gemma's key, and Qwen's: every nth layer attends to all tokens.
+    # Gemma's and Qwen's keys: every nth layer has full attention.
     every: int = config.get("sliding_window_pattern") or config.get("full_attention_interval") or 1
     return 1 / every
 
 
 def lower_context(config: Mapping[str, Any], asked: int | None) -> int | None:
-    """Return the most tokens that a prompt and its answer may have together; None for no limit.
-    This is `asked` or, if that is None, the length up to which mlx-lm's class follows the config,
-    but never more than the context that the config states.
+    """Return the most tokens of a prompt with its answer; None for no limit.
+
+    `asked` replaces the limits of `list_limits`, but cannot exceed the context that the config
+    states.
     """
     text = text_config(config)
     stated = next((text[key] for key in POSITIONS if text.get(key)), None)
@@ -66,16 +61,13 @@ def lower_context(config: Mapping[str, Any], asked: int | None) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """A number of tokens up to which mlx-lm's class follows the config, and the key of the config
-    that the class ignores in longer texts.
-    """
+    """A number of tokens above which mlx-lm's class ignores a key that the config has."""
 
     tokens: int
     key: str
 
 
 def list_limits(config: Mapping[str, Any]) -> list[Limit]:
-    """List the limits of a decoder's context, other than its stated positions, lowest first."""
     text = text_config(config)
     found = [Limit(window, "sliding_window") for window in (ignored_window(text),) if window]
     scaling = text.get("rope_scaling") or text.get("rope_parameters") or {}
@@ -85,11 +77,11 @@ def list_limits(config: Mapping[str, Any]) -> list[Limit]:
             "original_max_position_embeddings"
         )
         if original and int(original) < int(text.get("max_position_embeddings") or 0):
-            # Longer texts are rotated by other factors, from their first token on.
+            # Longer texts need other factors from their first token on.
             found.append(Limit(int(original), "long_factor"))
-    if config.get("model_type") == "llama4_text":  # the class for `llama4` reads the keys
+    if config.get("model_type") == "llama4_text":
         found += [
-            Limit(int(text.get(key) or 8192), key)  # transformers' default for either key
+            Limit(int(text.get(key) or 8192), key)  # transformers' default
             for key in ("attention_chunk_size", "floor_scale")
             if key != "floor_scale" or text.get("attn_temperature_tuning", True)
         ]
@@ -97,7 +89,7 @@ def list_limits(config: Mapping[str, Any]) -> list[Limit]:
 
 
 def pair_context(config: Mapping[str, Any], lowered: int | None) -> int:
-    """Return the most tokens of a query with a document that a causal reranker scores."""
+    """Return the most tokens of a query and its document together, for a causal reranker."""
     positions = lower_context(config, lowered) or PAIR_TOKENS
     return min(positions, lowered or PAIR_TOKENS)
 
@@ -105,14 +97,11 @@ def pair_context(config: Mapping[str, Any], lowered: int | None) -> int:
 def read_context(
     files: Path, lowered: int | None, limit: Callable[..., int | None] = lower_context
 ) -> int | None:
-    """Return the context of a model's folder or GGUF file, as `limit` computes it; None if nothing
-    states it. Faulty files may raise any exception.
-    """
+    """Return the context of a model's folder or GGUF file. Faulty files may raise any exception."""
     return limit(read_files(files), lowered)
 
 
 def read_files(files: Path) -> Mapping[str, Any]:
-    """Return the config of a model's folder or GGUF file. Faulty files may raise any exception."""
     if is_gguf(files.name):
         return read_config(read_header(files))
     config: Mapping[str, Any] = json.loads((files / "config.json").read_text(encoding="utf-8"))
@@ -122,7 +111,6 @@ def read_files(files: Path) -> Mapping[str, Any]:
 
 def text_context(config: Mapping[str, Any]) -> int:
     """Return the most tokens of a text that a decoder with this config embeds."""
-    # A window changes nothing in texts that are no longer than the window.
     limits = [limit.tokens for limit in list_limits(config)]
     return min([int(config["max_position_embeddings"]), *limits])
 
@@ -139,13 +127,13 @@ def ignored_window(text: Mapping[str, Any]) -> int | None:
 
 
 def _has_windows(kind: str, text: Mapping[str, Any], layers: Sequence[str] | None) -> bool:
-    """Return True if a layer has a window, as transformers' config classes decide it."""
+    """Return True if transformers gives any layer a window."""
     if kind == "ministral":  # mlx-lm's class ignores windows if all layers have one
         return "full_attention" not in (layers or ())
-    if layers and kind != "qwen3_moe":  # qwen3_moe's config has no such list
+    if layers and kind != "qwen3_moe":  # qwen3_moe's config has no list
         return "sliding_attention" in layers
     if not (kind == "dots1" or text.get("use_sliding_window")):
         return False
-    # The other families have windows in all layers, or from layer `max_window_layers` on.
+    # The remaining families have windows from layer `first` on.
     first = text.get("max_window_layers", SWITCHED[kind]) if SWITCHED[kind] else 0
     return int(first) < int(text.get("num_hidden_layers") or 0)

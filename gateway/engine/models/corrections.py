@@ -1,6 +1,4 @@
-"""Corrections of faults in mlx-lm's classes, made in a built model. Each function corrects one
-fault. docs/upstream.md says how to reproduce them.
-"""
+"""Corrections of faults in mlx-lm's classes. docs/upstream.md says how to reproduce the faults."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
@@ -28,9 +26,10 @@ _ROUTER_BIAS: Final = "model.layers.{}.mlp.moe_statics.e_score_correction_bias"
 def correct(
     model: Any, text: Mapping[str, Any], weights: Mapping[str, mx.array], context: int | None
 ) -> None:
-    """Correct the faults of an mlx-lm model for a context of `context` tokens. `text` is the
-    language model's config and `weights` are the files' arrays. Must run on the lane. Raises
-    ValueError for faults that cannot be corrected.
+    """Correct the faults of an mlx-lm model for texts of up to `context` tokens.
+
+    `text` is the language model's config. Must run on the lane. Raises ValueError for faults that
+    cannot be corrected.
     """
     reads = reader_of(type(model))
     correct_ropes(model, text, reads, context)
@@ -41,13 +40,12 @@ def correct(
     elif kind == "falcon_h1":
         _scale_keys(model, float(text["key_multiplier"]))
     elif kind == "minicpm3" and text.get("tie_word_embeddings"):
-        # transformers scales the head's input down whether the head is tied or not. Only the head
-        # takes the norm's output, so the norm is scaled here.
+        # transformers scales the head's input, which is the norm's output, also for a tied head.
         model.model.norm.weight *= text["dim_model_base"] / text["hidden_size"]
 
 
 class GatedMLP(Module):
-    """A gated MLP with another activation than the one that its class has built in."""
+    """A gated MLP, (…, width) to (…, width), with the activation that the config states."""
 
     def __init__(self, mlp: Any, activation: Activation) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # its stub has no types
@@ -55,25 +53,23 @@ class GatedMLP(Module):
         self._activation = activation
 
     def __call__(self, x: mx.array) -> mx.array:
-        """Map (…, width) to (…, width)."""
         gated: mx.array = self.down_proj(self._activation(self.gate_proj(x)) * self.up_proj(x))
         return gated
 
 
 class Gate(Module):
-    """A module that computes activation(gate) * x, for mlx-lm's SwitchGLU to call."""
+    """A module that computes activation(gate) * x, for mlx-lm's SwitchGLU."""
 
     def __init__(self, activation: Activation) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # its stub has no types
         self._activation = activation
 
     def __call__(self, x: mx.array, gate: mx.array) -> mx.array:
-        """Return activation(gate) * x for two arrays of the same shape."""
         return self._activation(gate) * x
 
 
 def _correct_activation(model: Any, text: Mapping[str, Any], reads: Callable[[str], bool]) -> None:
-    """Give MLPs the activation that the config states, if their class has one built in."""
+    """Give MLPs the activation of the config if their class ignores the key."""
     for key in ("hidden_act", "hidden_activation"):
         built_in = _ACTIVATIONS.get(str(default_of(text, key)[1]))
         stated = text.get(key)
@@ -102,20 +98,19 @@ def _gated(model: Any) -> Iterator[tuple[Any, str, Any]]:
 
 
 class Mixture(Module):
-    """A mixture of experts that are chosen and weighted as in transformers."""
+    """A mixture whose experts are chosen and weighted as in transformers."""
 
     def __init__(self, mixture: Any, bias: mx.array | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # its stub has no types
         dict.update(self, mixture)
         self._is_jamba = "router" in mixture
         self._chosen: int = mixture.num_experts_per_tok if self._is_jamba else mixture.k
-        self._bias = bias  # float32 whatever type the weights have, as in transformers
+        self._bias = bias  # always float32, as in transformers
 
     def __call__(self, x: mx.array) -> mx.array:
-        """Map (…, width) to (…, width)."""
         router = self.router if self._is_jamba else self.gate
         logits = router(x).astype(mx.float32)
-        # mlx-lm takes Jamba's softmax only over the chosen experts, transformers over all.
+        # mlx-lm takes Jamba's softmax over the chosen experts, transformers over all.
         scores = mx.softmax(logits, axis=-1) if self._is_jamba else self.gate_act(logits)
         ranks = scores if self._bias is None else scores + self._bias
         chosen = mx.argpartition(-ranks, kth=self._chosen - 1, axis=-1)[..., : self._chosen]
@@ -128,8 +123,9 @@ class Mixture(Module):
 
 
 def _correct_routers(model: Any, weights: Mapping[str, mx.array]) -> None:
-    """Choose and weight experts as transformers does. mlx-lm drops the biases by which ERNIE 4.5
-    chooses (https://arxiv.org/abs/2408.15664), and normalizes the weights of Jamba's experts.
+    """Replace ERNIE 4.5's and Jamba's mixtures.
+
+    mlx-lm drops the biases for choosing ERNIE's experts (https://arxiv.org/abs/2408.15664).
     """
     for index, layer in enumerate(model.layers):
         name = "feed_forward" if "feed_forward" in layer else "mlp"
@@ -141,7 +137,8 @@ def _correct_routers(model: Any, weights: Mapping[str, mx.array]) -> None:
 
 
 def _scale_keys(model: Any, multiplier: float) -> None:
-    """Scale Falcon-H1's attention scores by `key_multiplier`, as in transformers, models/falcon_h1.
+    """Scale Falcon-H1's attention scores by `key_multiplier`, as in transformers.
+
     mlx-lm looks for arrays named `key_proj` to scale, but the files name them `k_proj`.
     """
     for layer in model.layers:

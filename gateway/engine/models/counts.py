@@ -1,8 +1,4 @@
-"""Bounds for the numbers in a model's files that decide sizes, checked before the numbers are used.
-
-A number's name decides its bound. Each layer and each loop costs Python objects and time; each head
-and each expert costs memory; widths are limited by the arrays in the files, contexts are not.
-"""
+"""Bounds for the sizes that a model's files state, checked before the sizes are used."""
 
 import contextlib
 import math
@@ -14,10 +10,10 @@ from typing import Any, Final
 MOST_LAYERS: Final = 1000
 MOST_PARTS: Final = 1 << 14
 MOST_WIDTH: Final = 1 << 24  # the largest vocabularies have 2^18 tokens
-MOST_POSITIONS: Final = 131_072  # for models with a table that has a row for each position
+MOST_POSITIONS: Final = 131_072  # for models with a table of positions
 MOST_CONTEXT: Final = (1 << 31) - 1
 
-# The first pattern that matches a whole name decides its bounds.
+# The first pattern that matches a whole key gives its bounds.
 _BOUNDS: Final = tuple(
     (re.compile(pattern), least, most)
     for pattern, least, most in (
@@ -31,31 +27,29 @@ _BOUNDS: Final = tuple(
         (r"\w*(topk|top_k|conv|expand|expansion)\w*|mamba_\w+|moe_(k|capacity)", 0, MOST_WIDTH),
     )
 )
-# The names by which mlx-lm's classes call the number of layers.
+# The names of mlx-lm's classes for the number of layers.
 _DEPTHS: Final = frozenset(
     {"num_hidden_layers", "n_layers", "n_layer", "num_layers", "num_transformer_layers"}
 )
 _LAYER: Final = re.compile(r"^(.*?)(?:^|\.)(\d+)(?:\.|$)")
-# These limits are generous: a class has about 15 modules for the 10 arrays of a layer.
+# A class has about 15 modules for the 10 arrays of a layer.
 _MODULES: Final = 1000
 _MODULES_PER_ARRAY: Final = 50
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the language model's part of the config: multimodal models nest it."""
+    """Return the language model's part of a config, which multimodal models nest."""
     text: Mapping[str, Any] = config.get("text_config") or config
     return text
 
 
 def bound_of(key: str) -> tuple[int, int] | None:
-    """Return the least and greatest value of a key of config.json; None for keys without bounds."""
+    """Return the least and greatest value of a key; None for keys without bounds."""
     return next(((least, most) for name, least, most in _BOUNDS if name.fullmatch(key)), None)
 
 
 def check_counts(config: Mapping[str, Any]) -> None:
-    """Raise ValueError for the first number of a config, at any depth, that is beyond its bounds.
-    Names without a bound are ignored.
-    """
+    """Raise ValueError for the first number of a config that is beyond its bounds."""
     for key, value in config.items():
         bounds = bound_of(key)
         for item in _items(value):
@@ -79,24 +73,21 @@ def _check(key: str, number: float, least: int, most: int) -> None:
 
 
 def read_count(config: Mapping[str, Any], key: str, most: int) -> int:
-    """Return a number of config.json, 0 if it has none; raises ValueError if it is above `most`."""
+    """Return a number of config.json, or 0. Raises ValueError above `most`."""
     number = config.get(key) or 0
     _check(key, number, 0, most)
     return int(number)
 
 
 def check_depth(config: Mapping[str, Any], arguments: type, names: Iterable[str]) -> None:
-    """Raise ValueError if a model with these arguments would have more layers than there are layer
-    numbers in the arrays' names.
-    """
-    # The number of layers, by the part of an array's name before the layer's number. Numbers may
-    # be missing, as a layer may have no arrays.
+    """Raise ValueError if a config states more layers than the arrays' names have."""
+    # The number of layers, by the prefix of their arrays' names.
     depths: dict[str, int] = {}
     for match in filter(None, map(_LAYER.match, names)):
         depths[match[1]] = max(depths.get(match[1], 0), 1 + int(match[2][:9]))
     layers = sum(depths.values())
     text = config.get("text_config") or config
-    # A multimodal model's class takes the whole config of its language model as one argument.
+    # A multimodal model's class takes its language model's config as one argument.
     read = {field.name for field in fields(arguments)} if text is config else text.keys()
     for key in _DEPTHS & read & text.keys():
         depth = text[key]
@@ -106,8 +97,9 @@ def check_depth(config: Mapping[str, Any], arguments: type, names: Iterable[str]
 
 @contextlib.contextmanager
 def bounding_modules(arrays: int) -> Iterator[None]:
-    """While entered, raise ValueError when a model is built with far more modules than the files
-    have arrays. Must run on the lane, where nothing else makes modules meanwhile.
+    """While entered, raise ValueError if a model has far more modules than the files have arrays.
+
+    Must run on the lane, where nothing else makes modules meanwhile.
     """
     from mlx.nn.layers.base import Module
 

@@ -1,9 +1,6 @@
-"""Faster replacements for functions of mlx-lm's decoders.
+"""Faster SwiGLU and attention for CPUs, and fused projections for all devices.
 
-On a CPU, SwiGLU and attention are replaced: mlx computes exp and products with quantized keys one
-element at a time there, so that SwiGLU and softmax take a third to a half of a prefill. Metal and
-CUDA have fast kernels and keep mlx-lm's functions. On any device, several projections of one input
-are fused into one product if models.yaml says so.
+On a CPU, mlx computes exp, and products with quantized keys, one element at a time.
 """
 
 import sys
@@ -25,26 +22,18 @@ from gateway.engine.models.rotations import rotate
 _own_swiglu: Final[Any] = activations.swiglu
 _own_attention: Final[Any] = base.scaled_dot_product_attention
 
-# The compiled SwiGLU gets at most this many rows: mx.compile traces a function anew for each shape,
-# and keeps all traces.
+# The most rows for the compiled SwiGLU, because mx.compile keeps a trace for each shape.
 _ROWS: Final = 64
-# Attention is computed for this many queries at a time: their scores stay in the processor's cache,
-# and under a causal mask the keys after the last one are left out. Below _FEWEST_QUERIES, mlx's own
-# attention is as fast.
+# The queries in a block of attention, whose scores stay in the processor's cache.
 _QUERIES: Final = 64
-_FEWEST_QUERIES: Final = 16
-_Packed: TypeAlias = tuple[mx.array, mx.array, mx.array]  # codes, scales and biases of mx.quantize
-# The score of a masked position: the lowest finite number, as -inf would turn a row that is
-# all padding into NaN.
+_FEWEST_QUERIES: Final = 16  # mlx's attention is as fast for fewer
+_Packed: TypeAlias = tuple[mx.array, mx.array, mx.array]  # codes, scales, biases
+# The score of a masked position. With -inf, a row that is all padding would become NaN.
 _MASKED: Final = mx.finfo(mx.float32).min
 
 
 def swiglu(gate: mx.array, x: mx.array) -> mx.array:
-    """Return silu(gate) * x, as mlx-lm's `swiglu` does. Types other than float32 are left to
-    mlx-lm.
-
-    The error is below 3e-7 * max(|gate|, 1).
-    """
+    """Return silu(gate) * x with an error below 3e-7 * max(|gate|, 1) for float32."""
     if gate.dtype != mx.float32 or x.dtype != mx.float32 or gate.shape != x.shape:
         product: mx.array = _own_swiglu(gate, x)
         return product
@@ -71,11 +60,11 @@ def attend(
     mask: mx.array | str | None,
     sinks: mx.array | None = None,
 ) -> mx.array:
-    """Return attention as mlx-lm's `scaled_dot_product_attention` does. Long float32 passes and
-    quantized keys are computed here; few queries, sinks and additive masks are left to mlx-lm.
+    """Return attention as mlx-lm's `scaled_dot_product_attention` does.
 
-    Queries are (rows, heads, tokens, size). Keys and values are (rows, KV heads, places, size), or
-    have the quantized form that `attend_packed` describes.
+    Queries are (rows, heads, tokens, size); keys and values are (rows, KV heads, places, size), or
+    quantized as in `attend_packed`. mlx-lm's function serves short passes, sinks and additive
+    masks.
     """
     is_ours = sinks is None and _is_plain(mask)
     if is_ours and hasattr(cache, "bits"):
@@ -109,11 +98,7 @@ def _is_plain(mask: mx.array | str | None) -> bool:
 def _attend_block(
     queries: mx.array, keys: mx.array, values: mx.array, allowed: mx.array | None
 ) -> mx.array:
-    """Return attention for queries that are already multiplied by the scale and by log2(e).
-
-    All heads that share keys are computed in one product. The division by the sum comes after the
-    product with the values, where there are fewer numbers to divide.
-    """
+    """Return attention for queries that are already multiplied by the scale and by log2(e)."""
     rows, heads, tokens, size = queries.shape
     shared = keys.shape[1]
     scores = queries.reshape(rows, shared, -1, size) @ keys.swapaxes(-1, -2)
@@ -134,12 +119,11 @@ def attend_packed(
     bits: int,
     group_size: int,
 ) -> mx.array:
-    """Return attention for keys and values quantized to 8 or 4 bits. mlx computes products with
-    these one number at a time on a CPU; here codes are multiplied as floats, and scales and biases
-    are applied to the products.
+    """Return attention for keys and values that are quantized to 8 or 4 bits.
 
-    Queries are (rows, heads, tokens, size). Keys and values are codes, (rows, KV heads, places,
-    size * bits / 32) uint32, then scales and biases, (rows, KV heads, places, size / group_size).
+    Codes are multiplied as floats, because mlx's quantized products are slow on a CPU. Queries are
+    (rows, heads, tokens, size). Keys and values are codes, (rows, KV heads, places, size * bits /
+    32) uint32, then scales and biases, (rows, KV heads, places, size / group_size).
     """
     rows, heads, tokens, size = queries.shape
     shared, places = keys[0].shape[1:3]
@@ -171,9 +155,9 @@ def attend_packed(
 
 
 def _codes(packed: mx.array, group: int, bits: int, group_size: int) -> list[mx.array]:
-    """Return a group's codes as float arrays, (rows, heads, places, n): one array for 8 bits; for
-    4 bits, one of the codes at even indices and one of those at odd indices. The first code is in
-    the lowest bits of a little-endian word.
+    """Return a group's codes as float arrays, (rows, heads, places, n).
+
+    For 4 bits, there are two arrays: the codes at even indices, and those at odd indices.
     """
     words = group_size * bits // 32
     codes = mx.view(packed[..., group * words : (group + 1) * words], mx.uint8)
@@ -182,10 +166,9 @@ def _codes(packed: mx.array, group: int, bits: int, group_size: int) -> list[mx.
 
 
 def use_cpu_kernels(model: Any) -> None:
-    """Use `swiglu` and `attend` in a model of mlx-lm's, and in all models with the same classes,
-    and `rotate` in all models.
+    """Use `swiglu` and `attend` in a model's mlx-lm modules, and `rotate` everywhere.
 
-    mlx-lm's Python modules import SwiGLU and attention by name, so both are replaced in each.
+    The modules import the original functions by name, so the names are replaced in each module.
     """
     mlx: Any = mx
     mlx.fast.rope = rotate
@@ -199,13 +182,13 @@ def use_cpu_kernels(model: Any) -> None:
                 setattr(module, name, ours)
 
 
-# Names of the projections that mlx-lm's attention and MLP modules call with the same input array.
+# Projections that mlx-lm's attention and MLP modules call with the same input array.
 _GROUPS: Final = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-_ARRAYS: Final = ("weight", "bias", "scales", "biases")  # arrays whose first axis is the outputs
+_ARRAYS: Final = ("weight", "bias", "scales", "biases")  # their first axis is the outputs
 
 
 class _Product:
-    """A matrix product for several projections. Each takes its part of the result once."""
+    """A matrix product for several projections. Each projection takes its part once."""
 
     def __init__(self, linear: Module, widths: Sequence[int]) -> None:
         self._linear: Any = linear
@@ -214,7 +197,6 @@ class _Product:
         self._parts: dict[int, mx.array] = {}
 
     def take(self, index: int, x: mx.array) -> mx.array:
-        """Return one projection of `x`. The product is computed when the first part is taken."""
         if x is not self._input or index not in self._parts:
             parts = mx.split(self._linear(x), self._stops, axis=-1)
             self._input, self._parts = x, dict(enumerate(parts))
@@ -225,7 +207,7 @@ class _Product:
 
 
 class FusedProjection(Module):
-    """A projection fused with others. The first of them holds all weights, as `fused`."""
+    """One of several fused projections. The first holds all weights, as `fused`."""
 
     def __init__(self, product: _Product, index: int, fused: Module | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # its stub has no types
@@ -240,11 +222,9 @@ class FusedProjection(Module):
 
 
 def fuse_projections(model: Any) -> Generator[None, None, int]:
-    """Fuse projections of the same input in an mlx-lm model, one group per step; return the number
-    of fused groups.
+    """Fuse projections of the same input, one group per step; return the number of groups.
 
-    Results differ from those of separate products by rounding. A projection is left alone if no
-    other in its group has the same number format. Must run on the lane.
+    Must run on the lane. Results differ by rounding.
     """
     count = 0
     for module in model.modules():
@@ -262,7 +242,6 @@ def fuse_projections(model: Any) -> Generator[None, None, int]:
 
 
 def _alike(module: Module, group: Sequence[str]) -> list[list[str]]:
-    """Return lists of the names in `group` whose projections in a module can be fused."""
     forms: dict[tuple[Any, ...], list[str]] = {}
     for name in group:
         part = module.get(name)
@@ -272,15 +251,11 @@ def _alike(module: Module, group: Sequence[str]) -> list[list[str]]:
 
 
 def _form(part: Any) -> tuple[Any, ...]:
-    """Return the properties that fused projections must have in common: the types
-    and input sizes of their arrays, and their quantization.
-    """
     arrays = [(name, part[name].dtype, part[name].shape[1:]) for name in _ARRAYS if name in part]
     return type(part), *arrays, *quantization_of(part)
 
 
 def _concatenate(parts: Sequence[Any]) -> Module:
-    """Concatenate the arrays of all parts into the first part, and return that."""
     fused: Module = parts[0]
     for name in _ARRAYS:
         if name in fused:

@@ -1,6 +1,4 @@
-"""Loading one of mlx-lm's decoders in the form that is fast on a device, and evaluating long
-passes in parts.
-"""
+"""Load mlx-lm's decoders, and evaluate long passes in parts."""
 
 import math
 import re
@@ -40,15 +38,15 @@ def open_decoder(
     note: Callable[[str], None] | None = None,
     classes: Callable[[dict[str, Any]], tuple[Any, type]] = classes_of,
 ) -> tuple[Any, dict[str, Any]]:
-    """Return mlx-lm's model, whose weights are not read yet, and its config. Must run on the lane.
-    The caller keeps texts to `context` tokens. `classes` returns the model's class for a config.
-    Code from the folder is never run. Raises ModelLoadFailed.
+    """Return mlx-lm's model, whose weights are not read yet, and its config.
+
+    No text may exceed `context` tokens. Must run on the lane. Raises ModelLoadFailed.
     """
-    weights = checkpoint.weights()  # refuses a folder without whole safetensors, naming the file
-    checkpoint.config()  # refuses numbers beyond their bounds, naming the key
+    weights = checkpoint.weights()  # raises an error that names the file
+    checkpoint.config()  # raises an error that names the key
 
     def bounded_classes(config: dict[str, Any]) -> tuple[Any, type]:
-        # The weights decide, as this key has different defaults in mlx-lm and in transformers.
+        # The weights decide, because mlx-lm and transformers have different defaults.
         config.setdefault("tie_word_embeddings", not any(map(_HEAD.search, weights)))
         chosen = classes(config)
         check_depth(config, chosen[1], weights)
@@ -61,7 +59,7 @@ def open_decoder(
         if note is not None:
             for sentence in list_lost(weights, model, text_config(config)):
                 note(sentence)
-        # On a CPU, quantized weights are 10 to 50 times slower than float32.
+        # Quantized weights are 10 to 50 times slower than float32 on a CPU.
         if device is Device.CPU and not is_packed:
             widen(model, floating_dtype(model))
         target = pick_dtype(device, dtype, floating_dtype(model))
@@ -76,14 +74,13 @@ def open_decoder(
 class Numbers:
     """The number formats of a chat model's weights and KV."""
 
-    dtype: str | None = None  # None: the type that the files have
-    is_packed: bool = False  # weights stay quantized on a CPU too: `must_stay_packed` decides
-    is_fused: bool = False  # projections of the same input are fused into one product
+    dtype: str | None = None  # None: the files' type
+    is_packed: bool = False  # keep weights quantized on a CPU
+    is_fused: bool = False  # fuse projections of the same input
     kv_bits: int | None = None
 
     @classmethod
     def of(cls, spec: ChatSpec, *, is_packed: bool) -> "Numbers":
-        """Return the number formats that models.yaml sets for a model."""
         fused, bits = spec.fuse_projections, spec.kv_bits
         return cls(dtype=spec.weights_dtype, is_packed=is_packed, is_fused=fused, kv_bits=bits)
 
@@ -98,12 +95,10 @@ def read_decoder(
     context: int | None = None,
     note: Callable[[str], None] | None = None,
 ) -> Generator[None, None, Any]:
-    """Read a folder or a GGUF file as mlx-lm's model, in steps; with a `share`, only this rank's
-    part of it. Must run on the lane.
+    """Read a folder or GGUF file in steps, and return mlx-lm's model. Raises ModelLoadFailed.
 
-    The caller keeps texts to `context` tokens. `note` is called with a sentence for each kind of
-    weights that nothing reads. Quantized weights that the device has no kernel for are dequantized,
-    and `report` is called with them. The KV is quantized elsewhere. Raises ModelLoadFailed.
+    No text may exceed `context` tokens. `note` gets a sentence for each kind of unread weights, and
+    `report` gets the dequantized weights. Must run on the lane.
     """
     if isinstance(checkpoint, GgufCheckpoint):
         if share is not None:
@@ -130,7 +125,6 @@ def read_decoder(
 
 
 def is_known(architecture: str) -> bool:
-    """Return True if mlx-lm has a model for a config's `model_type`."""
     module = MODEL_REMAPPING.get(architecture, architecture)
     return "." not in module and find_spec(f"mlx_lm.models.{module}") is not None
 
@@ -143,14 +137,13 @@ def parameters(model: Any) -> list[mx.array]:
 
 
 def floating_dtype(model: Any) -> mx.Dtype:
-    """Return the type of the model's floating weights."""
     dtypes = (array.dtype for array in parameters(model))
     return next((dtype for dtype in dtypes if mx.issubdtype(dtype, mx.floating)), mx.float32)
 
 
 class LayerGroups:
-    """Evaluates a pass of a model in groups of layers: one group for each `pass_s` seconds that the
-    last pass took. If `pass_s` is None, passes are never divided.
+    """Evaluates a pass in groups of layers that take about `pass_s` seconds each; None never
+    divides.
     """
 
     def __init__(self, pass_s: float | None) -> None:
@@ -159,7 +152,7 @@ class LayerGroups:
 
     @contextmanager
     def applied(self, model: Any) -> Iterator[None]:
-        """While entered, evaluate the pass that is built in groups of layers, and time it."""
+        """While entered, evaluate the pass in groups."""
         if self._pass_s is None:
             yield
             return
@@ -173,8 +166,7 @@ class LayerGroups:
 @contextmanager
 def _evaluating(layers: list[Any], size: int) -> Iterator[None]:
     """While entered, evaluate the output of every `size`th layer as soon as it is built."""
-    # Python looks `__call__` up on the class, so it is replaced there. This is safe on the lane's
-    # thread: nothing else runs a model meanwhile.
+    # Python looks `__call__` up on the class. Only the lane runs models, so replacing it is safe.
     if size >= len(layers):
         yield
         return

@@ -7,8 +7,7 @@ from dataclasses import MISSING, fields
 from functools import cache
 from typing import Any, Final
 
-# Keys of rotary positions. Those after the first are older than transformers 5, which still reads
-# them.
+# Keys of rotary positions: the key of transformers 5, then older keys that it still reads.
 ROPE_KEYS: Final = {"rope_parameters", "rope_theta", "rope_scaling"} | {
     "partial_rotary_factor",
     "rope_local_base_freq",
@@ -16,44 +15,41 @@ ROPE_KEYS: Final = {"rope_parameters", "rope_theta", "rope_scaling"} | {
 
 
 def family(config: Mapping[str, Any]) -> str:
-    """Return the `model_type` under which transformers knows a language model's config."""
+    """Return transformers' `model_type` for a language model's config."""
     is_flat = "vision_config" in config and "text_config" not in config
     return f"{config.get('model_type')}{'_text' if is_flat else ''}"
 
 
 def resolve(config: Mapping[str, Any]) -> tuple[Mapping[str, str], Mapping[str, Any]]:
-    """Return the names that transformers gives a family's keys besides, and the config completed
-    with its defaults. Both are empty if transformers has no class for the family; the config alone
-    is empty if the class refuses it.
+    """Return transformers' aliases of a family's keys, and the config completed with defaults.
+
+    Both are empty for a family without a class in transformers; the completed config is empty if
+    the class refuses it.
     """
     known = _config_class(family(config))
     if known is None:
         return {}, {}
     aliases: dict[str, str] = dict(known.attribute_map)
-    # Keys that all families share are left out: some, such as the number of labels, are sizes that
-    # a file may choose freely.
+    # Keys of all families are left out, because a file may state huge sizes there.
     names = {field.name for field in fields(known)} - _common_names() | ROPE_KEYS
     names |= {*aliases.keys(), *aliases.values()}
     names -= {"text_config", "vision_config", "audio_config"}
     given = {key: value for key, value in config.items() if key in names}
     scaling = given.pop("rope_scaling", None)
-    if scaling:  # the key's former name, of which transformers warns
+    if scaling:
         theta = {"rope_theta": given.get("rope_theta")} if given.get("rope_theta") else {}
         kind = scaling.get("rope_type") or scaling.get("type")
         given.setdefault("rope_parameters", {**scaling, **theta, "rope_type": kind})
-    for field in fields(known):  # transformers requires the type that the default has
+    for field in fields(known):  # transformers requires the default's type
         default: Any = field.default
         if type(default) in (bool, float) and type(given.get(field.name)) in (bool, int):
             given[field.name] = type(default)(given[field.name])
-    with contextlib.suppress(Exception):  # a wrong value is refused where it is read
+    with contextlib.suppress(Exception):  # wrong values are refused where they are read
         return aliases, known(**given).to_dict()
     return aliases, {}
 
 
 def is_default(text: Mapping[str, Any], key: str) -> bool:
-    """Return True if a config's value of a key is transformers' default, or if the family has no
-    such key.
-    """
     is_known, default = default_of(text, key)
     if not is_known or text[key] == default or (default is None and text[key] == []):
         return True
@@ -62,7 +58,7 @@ def is_default(text: Mapping[str, Any], key: str) -> bool:
 
 
 def default_of(text: Mapping[str, Any], key: str) -> tuple[bool, Any]:
-    """Return whether transformers' class for the family has a key, and the key's default."""
+    """Return whether transformers' class for a family has a key, and the key's default."""
     known = _config_class(family(text))
     for field in () if known is None else fields(known):
         if field.name == key and key not in _common_names():
@@ -73,11 +69,10 @@ def default_of(text: Mapping[str, Any], key: str) -> tuple[bool, Any]:
 
 @cache
 def _config_class(kind: str) -> Any:
-    import transformers  # imported only when a model is loaded; its parts load lazily
+    import transformers
 
     known: Any = transformers.CONFIG_MAPPING
-    # Nobody can act on transformers' warnings of token ids beyond the vocabulary and of former key
-    # names.
+    # Nobody can act on transformers' warnings about token ids and old keys.
     logging.getLogger("transformers.configuration_utils").setLevel(logging.ERROR)
     logging.getLogger("transformers.modeling_rope_utils").setLevel(logging.ERROR)
     logging.getLogger("transformers.models").setLevel(logging.ERROR)

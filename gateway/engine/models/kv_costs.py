@@ -1,4 +1,4 @@
-"""The KV that a sequence costs in a loaded model, measured by the shapes in its caches."""
+"""The KV that a sequence costs in a loaded model."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -11,11 +11,9 @@ from gateway.jobs.steps import KvCost
 
 
 def measure_kv(model: Any) -> KvCost:
-    """Return the cost of a sequence's KV, from the shapes of the model's caches after one token and
-    after two. The passes that fill them are built, but never evaluated.
+    """Return a sequence's KV cost, from the shapes of the caches after one token and after two.
 
-    As in `kv_bytes`, one layer more is counted than there is. It counts as floating even if the KV
-    is quantized, since long passes dequantize one layer's KV at a time.
+    The passes that fill the caches are built, but never evaluated.
     """
     one, two = list(_plain(_read(model, 1))), list(_plain(_read(model, 2)))
     layers = [_layer_cost(*both) for both in zip(one, two, strict=True)]
@@ -26,7 +24,7 @@ def measure_kv(model: Any) -> KvCost:
     for token, window in windows:
         by_most[window] = by_most.get(window, 0) + token
     tokens, constants = [layer.token for layer in layers], [layer.constant for layer in layers]
-    # Besides the caches, a pass holds a copy of the KV of the layer that it computes.
+    # A pass also holds a copy of one layer's KV, dequantized if the KV is quantized.
     working = [*tokens, *(getattr(cache, "unpacked_token_bytes", 0) for cache in one)]
     return KvCost(
         token=sum(tokens) + max(working, default=0),
@@ -38,7 +36,6 @@ def measure_kv(model: Any) -> KvCost:
 
 
 def _read(model: Any, tokens: int) -> list[Any]:
-    """Return the model's caches as a pass over `tokens` tokens leaves them."""
     from mlx_lm.models.cache import make_prompt_cache  # takes a second; encoders don't need it
 
     cache: list[Any] = make_prompt_cache(model)
@@ -47,7 +44,6 @@ def _read(model: Any, tokens: int) -> list[Any]:
 
 
 def _plain(caches: Sequence[Any]) -> Iterator[Any]:
-    """Yield each layer's cache, or each of its caches if it has several."""
     from mlx_lm.models.cache import CacheList
 
     for cache in caches:
@@ -58,12 +54,10 @@ def _plain(caches: Sequence[Any]) -> Iterator[Any]:
 
 
 def _layer_cost(one: Any, two: Any) -> KvCost:
-    """Compare a layer's caches after one token and after two. There are three cases:
+    """Return a layer's cost, from its caches after one token and after two.
 
-    1. Keys and values allocated for many tokens at a time: their shapes give the cost of one token.
-       Rotating and chunked caches also state how many tokens they keep.
-    2. Arrays that are larger after two tokens than after one: they grow with each token.
-    3. All others are states of constant size.
+    Keys and values are allocated for many tokens at a time, so one token's cost follows from
+    shapes.
     """
     both = getattr(one, "keys", None), getattr(one, "values", None)
     planes: Sequence[Any] = getattr(one, "planes", both)

@@ -1,8 +1,7 @@
-"""Layers whose products a device has no kernel for: found when a model is loaded, and replaced.
+"""Replace the layers whose products a device has no kernel for.
 
-MLX reports a missing kernel only when a product is evaluated, so every pass would fail. Therefore
-each kind of product is tried once. Quantized layers without a kernel are dequantized, and mixtures
-of experts are computed without mx.gather_mm.
+MLX reports a missing kernel only when a product is evaluated, so the load tries each kind of
+product.
 """
 
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -23,10 +22,9 @@ from gateway.engine.device_faults import classify
 from gateway.engine.models.checkpoint import SLICE_BYTES, slices
 from gateway.errors import Fault
 
-_ROWS: Final = (1, 9)  # tokens in a decode step, and in a pass too long for vector kernels
+_ROWS: Final = (1, 9)  # tokens in a short and in a long pass, which use different kernels
 _SORTED_ROWS: Final = 64  # mlx-lm sorts this many rows or more by expert
-# The chosen experts' weights are copied if the number of choices is at most this share of the
-# experts. With more choices, every expert multiplies all rows, without copies.
+# The most choices per expert for which the chosen experts' weights are copied.
 _COPIED_SHARE: Final = 1 / 4
 _FLOATING_KINDS: Final[Mapping[Any, Any]] = {
     QuantizedLinear: Linear,
@@ -35,26 +33,26 @@ _FLOATING_KINDS: Final[Mapping[Any, Any]] = {
     QuantizedSwitchLinear: SwitchLinear,
 }
 _SwitchLinear: Any = SwitchLinear  # untyped in mlx-lm
-_Layers = dict[str, Any]  # layers by their path in the model
+_Layers = dict[str, Any]  # by path
 
 
 @dataclass(frozen=True, slots=True)
 class WidenedWeights:
-    """The quantized layers that are dequantized because the device has no kernel for them."""
+    """Quantized layers that are dequantized for lack of a kernel."""
 
     model: str
     layers: int
     shapes: tuple[str, ...]
-    stored_bytes: int  # bytes of these layers while quantized
-    bytes: int  # bytes of these layers after dequantization
-    total_bytes: int  # bytes of all the model's weights after dequantization
+    stored_bytes: int  # quantized
+    bytes: int  # dequantized
+    total_bytes: int  # the whole model's, dequantized
 
 
 Report = Callable[[WidenedWeights], None]
 
 
 class LoopedExperts(_SwitchLinear):  # type: ignore[misc]
-    """One projection of all experts of a mixture, computed without mx.gather_mm."""
+    """One projection of a mixture's experts, computed without mx.gather_mm."""
 
     def __init__(self, layer: Any) -> None:
         super(_SwitchLinear, self).__init__()
@@ -62,7 +60,7 @@ class LoopedExperts(_SwitchLinear):  # type: ignore[misc]
             self[name] = array
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
-        """Multiply x, (…, 1, in), with the experts in `indices`, (…); return (…, 1, out)."""
+        """Multiply x, (…, 1, in), with the experts in `indices`, (…), to (…, 1, out)."""
         weight: mx.array = self["weight"].swapaxes(-1, -2)
         if indices.size <= _COPIED_SHARE * self.num_experts:
             product = x @ weight[indices]
@@ -79,20 +77,18 @@ class LoopedExperts(_SwitchLinear):  # type: ignore[misc]
 def replace_missing(
     name: str, model: Any, device: Device, dtype: mx.Dtype, report: Report | None = None
 ) -> Generator[None]:
-    """Try each shape of a model's products once, and replace the layers without a kernel, in steps.
+    """Try each shape of product once, in steps, and replace the layers without a kernel.
 
-    `report` is called before the dequantized weights take memory, and an error that it raises ends
-    the work. Dequantized weights have the type of their scales if that is floating, otherwise
-    `dtype`. A CPU has kernels for all quantized layers. Errors other than a missing kernel are
-    raised unchanged. Must run on the lane.
+    `report` is called before the dequantized weights take memory, and may raise an error to stop.
+    Must run on the lane.
     """
-    if device is not Device.CPU:
+    if device is not Device.CPU:  # a CPU has kernels for all quantized layers
         layers = yield from _find_missing(model, dtype, *_FLOATING_KINDS)
         if layers:
             widened = widen(model, dtype, layers)
             if report is not None:
                 report(_describe(name, model, layers, widened))
-            layers.clear()  # a layer is freed with the slice that replaces it
+            layers.clear()  # frees each layer once its replacement is evaluated
             for arrays in slices(_arrays(widened), SLICE_BYTES):
                 mx.eval(arrays)
                 yield
@@ -101,8 +97,9 @@ def replace_missing(
 
 
 def widen(model: Any, dtype: mx.Dtype, layers: _Layers | None = None) -> _Layers:
-    """Replace `layers` by dequantized ones that are not evaluated yet, and return the new layers.
-    None, for a CPU, means all quantized layers; their weights need not have been read.
+    """Replace layers by dequantized ones that are not evaluated yet; return the new layers.
+
+    None means all quantized layers, whose weights may be unread.
     """
     is_read = layers is not None
     if layers is None:
@@ -124,13 +121,12 @@ def has_kernel(product: Callable[[], mx.array]) -> bool:
 
 
 def can_gather(dtype: mx.Dtype) -> bool:
-    """Return True if mx.gather_mm supports a type. Evaluates a product: not for use in a pass."""
+    """Return True if mx.gather_mm supports a type. Evaluates, so it must not run in a pass."""
     factors, index = mx.zeros((2, 8, 8), dtype), mx.array([0])
     return has_kernel(lambda: mx.gather_mm(factors[:1], factors, rhs_indices=index))
 
 
 def _find_missing(model: Any, dtype: mx.Dtype, *kinds: Any) -> Generator[None, None, _Layers]:
-    """Return the layers of these kinds that have no kernel. Each step tries one shape."""
     verdicts: dict[tuple[Any, ...], bool] = {}
     missing: _Layers = {}
     for path, layer in _named(model):
@@ -146,7 +142,6 @@ def _find_missing(model: Any, dtype: mx.Dtype, *kinds: Any) -> Generator[None, N
 
 
 def _trials(layer: Any, dtype: mx.Dtype) -> Iterator[Callable[[], mx.array]]:
-    """Yield the products that passes compute with a layer, for one token and for several."""
     columns, rows = dimensions(layer)
     kind, dtype = type(layer), _number_type(layer, dtype)
     for count in _ROWS:
@@ -168,11 +163,10 @@ def _trials(layer: Any, dtype: mx.Dtype) -> Iterator[Callable[[], mx.array]]:
 
 
 def _float(layer: Any, dtype: mx.Dtype, *, is_read: bool) -> Any:
-    """Return a dequantized copy of a layer, which is not evaluated yet."""
     kind, dtype = _FLOATING_KINDS[type(layer)], _number_type(layer, dtype)
     packed = [layer[part] for part in ("weight", "scales")]
     packed.append(layer.get("biases"))
-    # The CPU dequantizes the layer if the device has no kernel for that either.
+    # The CPU dequantizes the layer if the device cannot.
     stream = None
     few = [part if part is None else part[..., :1, :] for part in packed]
     if is_read and not has_kernel(lambda: _unpack(layer, few, dtype, None)):
@@ -216,7 +210,7 @@ def _describe(name: str, model: Any, layers: _Layers, widened: _Layers) -> Widen
 
 
 def _number_type(layer: Any, default: mx.Dtype) -> mx.Dtype:
-    """Return the floating type of a layer's results: `default` if its scales are exponents."""
+    """Return the type of a layer's results: `default` if its scales are exponents."""
     dtype: mx.Dtype = layer.get("scales", layer.weight).dtype
     if mx.issubdtype(dtype, mx.floating):
         return dtype
@@ -228,7 +222,7 @@ def quantization_of(layer: Any) -> tuple[Any, ...]:
 
 
 def dimensions(layer: Any) -> tuple[int, int]:
-    """Return a layer's number of inputs and its number of outputs."""
+    """Return a layer's numbers of inputs and outputs."""
     rows, columns = layer.weight.shape[-2:]
     if "scales" in layer:
         columns = layer.scales.shape[-1] * layer.group_size

@@ -1,6 +1,4 @@
-"""Notes on a model: the parts of its config that are ignored, and the reference that the answers
-of its family were compared with.
-"""
+"""Notes on a model: the parts of its config that are ignored, and how its answers were verified."""
 
 import contextlib
 from collections.abc import Mapping
@@ -17,15 +15,15 @@ def _listed(file: str) -> frozenset[str]:
     return frozenset(Path(__file__).with_name(file).read_text(encoding="utf-8").split())
 
 
-# The families whose answers equal those of a reference in all comparisons of docs/architectures.md:
-# mlx-lm's families by the names of its modules, transformers' by `model_type`.
+# Families in docs/architectures.md whose answers equal mlx-lm's (by the names of its modules) or
+# transformers' (by `model_type`).
 EQUAL: Final = _listed("equal_to_mlx_lm.txt")
 _TRANSFORMERS: Final = _listed("equal_to_transformers.txt")
 
 
 def list_notes(config: dict[str, Any], asked: int | None) -> list[str]:
-    """List, in sentences, the parts of a config that a model ignores if its context is `asked`
-    tokens. If `asked` is None, the context is the longest that the model's limits allow.
+    """List, in sentences, the parts of a config that a model with `asked` tokens of context
+    ignores.
     """
     from gateway.engine.models.configs import classes_of  # importing mlx-lm takes a second
     from gateway.engine.models.unread import list_unread
@@ -37,7 +35,7 @@ def list_notes(config: dict[str, Any], asked: int | None) -> list[str]:
             if asked is None:
                 notes.append(f"{more}: the context ends there, unless `max_context:` raises it")
                 break
-            if asked > limit.tokens and limit.key == "long_factor":  # `ropes` uses it for all texts
+            if asked > limit.tokens and limit.key == "long_factor":
                 short = f"texts of up to {limit.tokens:,} are not rotated by `short_factor`"
                 notes.append(f"`max_context:` allows {asked:,} tokens: {short}, and answers differ")
             elif asked > limit.tokens:
@@ -49,9 +47,7 @@ def list_notes(config: dict[str, Any], asked: int | None) -> list[str]:
 
 
 def verified_by(config: Mapping[str, Any]) -> Verified:
-    """Return the reference that the answers of a model's family were compared with. The family is
-    the `model_type` of the config or of the language model in it.
-    """
+    """Return the reference that the answers of a model's family were compared with."""
     kinds = {str(each.get("model_type")) for each in (config, text_config(config))}
     if kinds & _TRANSFORMERS:
         return "transformers"

@@ -1,6 +1,4 @@
-"""Classes for model families and checkpoint layouts that mlx-lm has no class for. Each is derived
-from one of mlx-lm's classes in a few lines.
-"""
+"""Classes for model families and checkpoint layouts that mlx-lm has no class for."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -12,10 +10,10 @@ from mlx.nn.layers.activations import relu2
 from mlx.nn.layers.base import Module
 from mlx.nn.layers.linear import Linear
 
-Classes = tuple[Any, Any]  # a model's class, and its arguments' class
+Classes = tuple[Any, Any]  # a model's class and its arguments' class
 Make = Callable[[dict[str, Any]], Classes]
 Weights = Mapping[str, mx.array]
-# The prefix of a language model's arrays in files that have no vision or audio model.
+# The prefix of arrays in files that have only a language model.
 _OUTER: Final = re.compile(r"^model\.(?!language_model|(vision|audio)_tower|embed_(audio|vision))")
 _EXPERT: Final = re.compile(r"(.*\.mlp\.)experts\.(\d+)\.(gate|up|down)_proj\.weight")
 
@@ -25,9 +23,7 @@ def _module(name: str) -> Any:
 
 
 def _renaming(name: str, rename: Callable[[Weights], Weights]) -> Make:
-    """Return a maker of the classes of one of mlx-lm's modules. The model passes its weights
-    through `rename` before mlx-lm's `sanitize`.
-    """
+    """Return a maker of mlx-lm's classes whose model renames weights before `sanitize`."""
 
     def make(_: dict[str, Any]) -> Classes:
         module = _module(name)
@@ -43,9 +39,7 @@ def _renaming(name: str, rename: Callable[[Weights], Weights]) -> Make:
 
 
 def _transpose_experts(weights: Weights) -> Weights:
-    """Name and transpose gpt-oss's experts as in its original files. transformers saves experts as
-    (experts, inputs, outputs).
-    """
+    """Undo transformers' renaming and transposing of gpt-oss's experts."""
     whole = (".experts.gate_up_proj", ".experts.down_proj")
     return {
         f"{name}.weight" if name.endswith(whole) else name: (
@@ -56,7 +50,7 @@ def _transpose_experts(weights: Weights) -> Weights:
 
 
 def _stack_experts(weights: Weights) -> Weights:
-    """Stack the arrays of all experts, as in mlx-lm's class; transformers saves each alone."""
+    """Stack the arrays of all experts, which transformers saves one by one."""
     kept: dict[str, mx.array] = {}
     found: dict[str, dict[int, mx.array]] = {}
     for name, array in weights.items():
@@ -72,7 +66,7 @@ def _stack_experts(weights: Weights) -> Weights:
 
 
 def _move_language_model(weights: Weights) -> Weights:
-    """Rename LFM2-VL's arrays as in transformers 4, with kernels transposed to mlx-lm's layout."""
+    """Rename LFM2-VL's arrays as in transformers 4, and transpose kernels as in mlx-lm."""
     inner, moved = re.compile(r"^model\.language_model\."), {}
     for name, array in weights.items():
         if name.endswith("conv.conv.weight") and array.shape[-1] > array.shape[1]:
@@ -92,8 +86,9 @@ def _turn_experts(weights: Weights) -> Weights:
 
 
 def _gemma3n(_: dict[str, Any]) -> Classes:
-    """Return Gemma 3n's classes without the key and value projections of layers that use another
-    layer's KV: transformers 5 doesn't save these projections.
+    """Return Gemma 3n's classes without the projections that transformers 5 doesn't save.
+
+    Layers that use another layer's KV need no key and value projections.
     """
     gemma3n = _module("gemma3n")
     unused = ("k_proj", "v_proj", "k_norm")
@@ -118,7 +113,6 @@ def _gemma3n(_: dict[str, Any]) -> Classes:
 
 
 def _gemma3n_text(config: dict[str, Any]) -> Classes:
-    """Return Gemma 3n's classes for fine-tunes whose files have only the language model."""
     model, arguments = _gemma3n(config)
 
     class ModelArgs(arguments):  # type: ignore[misc, valid-type]  # chosen at run time
@@ -130,7 +124,7 @@ def _gemma3n_text(config: dict[str, Any]) -> Classes:
 
 
 class SquaredMLP(Module):
-    """Two projections with ReLU squared in between, as in transformers, models/arcee."""
+    """Two projections with a squared ReLU in between, as in transformers' models/arcee."""
 
     def __init__(self, width: int, inner: int, bias: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # its stub has no types
@@ -138,7 +132,6 @@ class SquaredMLP(Module):
         self.down_proj = Linear(inner, width, bias=bias)
 
     def __call__(self, x: mx.array) -> mx.array:
-        """Map (…, width) to (…, width)."""
         y: mx.array = self.down_proj(relu2(self.up_proj(x)))
         return y
 

@@ -1,7 +1,6 @@
-"""Corrections of a built model's rotary positions. Some of mlx-lm's classes ignore a scaling that
-config.json states; some of its rotations round or leave out parts of transformers' formulas.
+"""Corrections of rotary positions that mlx-lm computes otherwise than transformers 5.
 
-The formulas are those of transformers 5 (modeling_rope_utils.py). YaRN is described in
+The formulas are those of transformers' modeling_rope_utils.py. YaRN is described in
 https://arxiv.org/abs/2309.00071, LongRoPE in https://arxiv.org/abs/2402.13753.
 """
 
@@ -19,7 +18,7 @@ _SCALED: Final = ("linear", "llama3", "longrope", "su", "yarn")
 
 
 def rope_kind(text: Mapping[str, Any]) -> str:
-    """Return the kind of rope scaling that a language model's config states for all its layers."""
+    """Return the `rope_type` of a language model's config, or "default"."""
     scaling = text.get("rope_scaling") or {}
     return str(scaling.get("rope_type") or scaling.get("type") or "default")
 
@@ -27,10 +26,10 @@ def rope_kind(text: Mapping[str, Any]) -> str:
 def correct_ropes(
     model: Any, text: Mapping[str, Any], reads: Callable[[str], bool], context: int | None
 ) -> None:
-    """Correct the rotations of an mlx-lm model for a context of `context` tokens. `text` is the
-    language model's config, and `reads` tells whether the model's class reads a key. Raises
-    ValueError for a scaling that the class ignores or computes wrongly and that cannot be corrected
-    here.
+    """Correct the rotations of an mlx-lm model for texts of up to `context` tokens.
+
+    `text` is the language model's config, and `reads` tells whether the model's class reads a key.
+    Raises ValueError for a scaling that would be computed wrongly.
     """
     found = list(_find(model))
     scaling, kind = text.get("rope_scaling") or {}, rope_kind(text)
@@ -41,8 +40,8 @@ def correct_ropes(
             rope.dims = int(rope.dims * share)
     for owner, name, rope in found:
         if type(rope).__name__ == _DYNAMIC and kind == "dynamic":
-            # Dynamic scaling changes nothing within the stated context, and only plain rotations
-            # can be batched. InternLM3's class has the plain base as `original_base`.
+            # Dynamic scaling has no effect within the context, and it cannot be batched.
+            # InternLM3's class calls the plain base `original_base`.
             base = getattr(rope, "original_base", None) or rope.base
             owner[name] = RoPE(rope.dims, rope.traditional, base)
     if any(getattr(rope, "dims", 0) % 2 for _, _, rope in found):
@@ -55,7 +54,7 @@ def correct_ropes(
         return
     is_traditional = any(isinstance(rope, RoPE) and rope.traditional for _, _, rope in found)
     if kind in ("longrope", "su") and (is_traditional or reads("traditional=True")):
-        raise _unsupported(text)  # mlx-lm's SuScaledRoPE pairs halves of a head, not neighbours
+        raise _unsupported(text)  # SuScaledRoPE cannot pair neighbours
     if found and all(isinstance(rope, RoPE) and rope.scale == 1 for _, _, rope in found):
         _scale_plain(found, text, scaling)
         found = list(_find(model))
@@ -71,7 +70,7 @@ def _unsupported(text: Mapping[str, Any]) -> ValueError:
 
 
 def _find(model: Any) -> Iterator[tuple[Any, str, Any]]:
-    """Yield each rotation of a model: the module that has it, its name there, and itself."""
+    """Yield each rotation of a model as (module, name in the module, rotation)."""
     for module in model.modules():
         for name, child in module.items():
             if isinstance(child, _KINDS) or type(child).__name__ == _DYNAMIC:
@@ -79,12 +78,10 @@ def _find(model: Any) -> Iterator[tuple[Any, str, Any]]:
 
 
 def _scale_plain(found: list[Any], text: Mapping[str, Any], scaling: Mapping[str, Any]) -> None:
-    """Scale the rotations of a model whose class reads no scaling. Rotations whose base isn't
-    `rope_theta` stay unscaled: they belong to layers with windows.
-    """
+    """Scale the rotations whose base is `rope_theta`: others belong to layers with windows."""
     theta = text.get("rope_theta") or 10_000.0
     plain = [each for each in found if math.isclose(each[2].base, theta)]
-    if not plain or "qk_rope_head_dim" in text:  # MLA's attention would have to be scaled, too
+    if not plain or "qk_rope_head_dim" in text:  # MLA's attention would need scaling, too
         raise _unsupported(text)
     for owner, name, rope in plain:
         owner[name] = initialize_rope(
@@ -93,8 +90,9 @@ def _scale_plain(found: list[Any], text: Mapping[str, Any], scaling: Mapping[str
 
 
 def _correct_yarn(rope: Any, base: float, scaling: Mapping[str, Any]) -> None:
-    """Set a YaRN rotation's attention factor as config.json states it and, if `truncate` is false,
-    leave the range of scaled dimensions unrounded: https://github.com/vllm-project/vllm/pull/27722
+    """Apply a config's attention factor and `truncate` to a YaRN rotation.
+
+    https://github.com/vllm-project/vllm/pull/27722 describes `truncate`.
     """
     factor = float(scaling["factor"])
 
@@ -124,7 +122,7 @@ def _correct_yarn(rope: Any, base: float, scaling: Mapping[str, Any]) -> None:
 def _correct_longrope(
     rope: Any, text: Mapping[str, Any], scaling: Mapping[str, Any], context: int | None
 ) -> None:
-    """Use the long factors, or the short ones if no text is longer than the original context."""
+    """Use the long factors, or the short ones if no text exceeds the original context."""
     original = rope.original_max_position_embeddings
     is_long = context is None or context > original
     base = float(text.get("rope_theta") or 10_000.0)

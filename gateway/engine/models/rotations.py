@@ -1,7 +1,7 @@
-"""Rotary positions on a CPU. mlx's `rope` computes the sines and cosines of a pass's angles anew,
-twice in each layer; here the layers of a pass share them.
+"""Tables of rotary positions that the layers of a pass share on a CPU.
 
-Results equal those of `rope` to the last bit. Metal and CUDA have a kernel for `rope`.
+mlx's `rope` would compute sines and cosines twice in each layer. Results equal those of `rope` to
+the last bit.
 """
 
 import math
@@ -17,7 +17,7 @@ _Table = tuple[mx.array, mx.array, mx.array | None]  # cosines, signed sines, fr
 
 
 class _Pass(threading.local):
-    """The positions in the pass that this thread builds, and the tables made for them."""
+    """The positions of the pass that this thread builds, and their tables."""
 
     is_open = False
 
@@ -26,12 +26,11 @@ class _Pass(threading.local):
         self._tables: dict[Hashable, _Table] = {}
 
     def begin(self, offset: int | mx.array | None) -> None:
-        """Share new tables for these positions, unless the current tables are for them."""
         if offset is not self._offset:
             self._offset, self._tables = offset, {}
 
     def tables(self, offset: int | mx.array) -> dict[Hashable, _Table] | None:
-        """Return the tables shared for these positions; None if they cannot be shared."""
+        """Return the tables for these positions; None if they cannot be shared."""
         if not self.is_open:
             return None
         if not isinstance(offset, int):
@@ -56,8 +55,9 @@ def sharing_rotations() -> Iterator[None]:
 
 
 def share_positions(offset: mx.array) -> mx.array:
-    """Return the positions of rows' next tokens, (rows,), and let layers share tables for them. The
-    array must not be changed afterwards.
+    """Let layers share tables for the next positions of rows, (rows,), and return these positions.
+
+    The array must not be changed afterwards.
     """
     if _pass.is_open:
         _pass.begin(offset)
@@ -82,14 +82,14 @@ def rotate(
         )
         return rotated
     tokens = x.shape[-2]
+    # The table keeps `freqs` alive, so no other array gets the same id.
     key = dims, traditional, base, scale, id(freqs), tokens
     if key not in tables:
         tables[key] = _make_table(dims, traditional, base, scale, offset, freqs, tokens)
     cosines, sines, _ = tables[key]
     whole = x.shape[-1] == dims
     turning = x if whole else x[..., :dims]
-    # Traditional rotations pair neighbours; the others pair numbers at the same place in both
-    # halves.
+    # Traditional rotations pair neighbours; others pair the same places of both halves.
     if traditional:
         pairs = turning.reshape(*x.shape[:-1], dims // 2, 2)
         swapped = pairs[..., ::-1]
@@ -109,7 +109,7 @@ def _make_table(
     freqs: mx.array | None,
     tokens: int,
 ) -> _Table:
-    """Compute a table in the steps of mlx's `rope` (mlx/fast.cpp), so that it rounds alike."""
+    """Compute a table in the same steps as mlx's `rope` (mlx/fast.cpp), for equal rounding."""
     places = mx.arange(tokens) + (offset if isinstance(offset, int) else offset[:, None, None])
     if freqs is None:
         assert base is not None

@@ -1,8 +1,6 @@
-"""One model divided among several processes: the ranks of a group that `mlx.launch` started.
+"""One model divided among processes: the ranks of a group that `mlx.launch` started.
 
-Tensor parallelism divides each layer's matrices, pipeline parallelism the list of layers; mlx-lm's
-models implement both. A pass is a collective operation: every rank must run the same passes, or the
-others wait for ever.
+Every rank must run the same passes, because the others wait for ever for a missing rank.
 """
 
 import json
@@ -25,19 +23,14 @@ Parallel = Literal["tensor", "pipeline"]
 class RankGroup(Protocol):
     """The processes that share a model, as in mlx.core.distributed.Group."""
 
-    def rank(self) -> int:
-        """Return this process's rank, from 0 on."""
+    def rank(self) -> int: ...
 
-    def size(self) -> int:
-        """Count the processes."""
+    def size(self) -> int: ...
 
 
 def join_group() -> RankGroup | None:
-    """Return the group that this process was started in; None if it runs alone.
-
-    `mlx.launch` sets MLX_RANK for all its backends but MPI. Waits for the other ranks.
-    """
-    if "MLX_RANK" not in os.environ:
+    """Wait for the other ranks and return their group; return None if this process is alone."""
+    if "MLX_RANK" not in os.environ:  # mlx.launch sets it, except with MPI
         return None
     group: RankGroup = mx.distributed.init()
     if group.size() > 1:
@@ -46,9 +39,7 @@ def join_group() -> RankGroup | None:
 
 
 def first_host() -> str:
-    """Return rank 0's address as mlx.launch tells it to every rank, or an empty string."""
-    # The place depends on the backend: ring has a file of each rank's addresses, JACCL has a
-    # coordinator and NCCL a host (launch.py of mlx's distributed tools).
+    """Return rank 0's address from a variable of mlx's launch.py, or an empty string."""
     if "MLX_HOSTFILE" in os.environ:
         with open(os.environ["MLX_HOSTFILE"], encoding="utf-8") as hosts:
             return str(json.load(hosts)[0][0]).rpartition(":")[0]
@@ -58,10 +49,9 @@ def first_host() -> str:
 
 
 def share_bytes(group: RankGroup, data: bytes) -> bytes:
-    """Return rank 0's data, on every rank. The data of other ranks are ignored."""
-    # The broadcast is a sum to which all ranks but the first add zeros.
+    """Return rank 0's data on every rank."""
     if group.rank() > 0:
-        data = b""
+        data = b""  # the sum below then equals rank 0's data
     size: Any = _sum(mx.array(len(data))).item()
     content = np.frombuffer(data.ljust(size, b"\0"), np.uint8)
     return np.asarray(_sum(mx.array(content))).tobytes()
@@ -73,13 +63,13 @@ def _sum(array: mx.array) -> mx.array:
 
 @dataclass(frozen=True, slots=True)
 class RankShare:
-    """The kind of parallelism by which a model is divided, and the group that shares the model."""
+    """The kind of parallelism that divides a model, and the group that shares the model."""
 
     parallel: Parallel
     group: RankGroup
 
     def layers(self, count: int) -> range:
-        """Return the layers that this rank computes. Rank 0 has the last layers, as in mlx-lm."""
+        """Return this rank's layers. Rank 0 has the last layers, as in mlx-lm."""
         size, remainder = divmod(count, self.group.size())
         sizes = [size + (rank < remainder) for rank in range(self.group.size())]
         start = sum(sizes[self.group.rank() + 1 :])
@@ -87,9 +77,7 @@ class RankShare:
 
 
 def shard(checkpoint: Checkpoint, model: Any, share: RankShare) -> None:
-    """Reduce an mlx-lm model whose weights aren't read yet to the part that this rank computes.
-    Raises ModelLoadFailed.
-    """
+    """Reduce an mlx-lm model with unread weights to this rank's part. Raises ModelLoadFailed."""
     inner = getattr(model, "model", None)
     can = {"tensor": hasattr(model, "shard"), "pipeline": hasattr(inner, "pipeline")}
     if not can[share.parallel]:
@@ -120,7 +108,7 @@ def _check_sizes(checkpoint: Checkpoint, share: RankShare) -> None:
 
 
 class SharedListing:
-    """The `Listing` of one rank's share of a model, to compute its size before it is loaded."""
+    """The `Listing` of one rank's part of a model."""
 
     def __init__(self, whole: Listing, share: RankShare) -> None:
         self._whole = whole
@@ -148,13 +136,11 @@ class SharedListing:
         return config
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """List the arrays that this rank holds, with the shapes of the parts that it has."""
         listed = self._whole.tensors().items()
         cut = ((name, self._cut(name, tensor)) for name, tensor in listed)
         return {name: tensor for name, tensor in cut if tensor is not None}
 
     def _cut(self, name: str, tensor: Tensor) -> Tensor | None:
-        """Return this rank's part of an array, or None. Arrays outside the layers stay whole."""
         _, layers, after = f".{name}".partition(".layers.")
         number = after.partition(".")[0]
         if not layers or not number.isdecimal():
@@ -162,7 +148,7 @@ class SharedListing:
         if self._share.parallel == "pipeline" and int(number) not in self._stage:
             return None
         if self._share.parallel == "pipeline" or len(tensor.shape) < 2:
-            return tensor  # a whole layer, or a small array: a norm's or a bias
+            return tensor  # norms and biases stay whole
         ranks = self._share.group.size()
         shape = (-(-tensor.shape[0] // ranks), *tensor.shape[1:])
         return replace(tensor, shape=shape, nbytes=-(-tensor.nbytes // ranks))

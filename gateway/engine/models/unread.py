@@ -1,9 +1,7 @@
-"""Keys of config.json and arrays of the files that change answers in transformers but are not read
-here.
+"""Keys and arrays of a model that mlx-lm's class doesn't read.
 
-The source of mlx-lm's class shows which keys it reads. A key that it doesn't read is harmless if
-the value is transformers' default, which the class has built in. Any other value is refused if the
-key is known to change answers; otherwise a note names the key.
+An unread key is harmless if it has transformers' default value. Otherwise it is refused if it
+changes answers, or named in a note.
 """
 
 import ast
@@ -25,8 +23,7 @@ from gateway.engine.models.family_defaults import is_default
 _FOLDER = Path(mlx_lm.models.__path__[0])
 _PREFIX = "mlx_lm.models."
 _OTHERS = ("base", "cache")  # modules of mlx-lm that define no part of a model
-# Keys that, unless they have the default, change logits without an error. docs/architectures.md has
-# the sources.
+# Keys that change logits unless they have the default (sources: docs/architectures.md).
 CHANGES: Final = re.compile(
     r"activation_function|attention_in_multiplier|clip_qkv|\w+_softcapping|first_k_dense_replace"
     r"|(full_attn|linear_attn|mlp)_(alpha|beta)_factor|interleave_moe_layer_step|kda_\w+"
@@ -37,8 +34,8 @@ CHANGES: Final = re.compile(
 )
 _GELU: Final[dict[str, tuple[Any, ...]]] = {"hidden_activation": ()}
 _SILU: Final[dict[str, tuple[Any, ...]]] = {"hidden_act": ()}
-# Keys that a class reads but uses differently from transformers, with the values for which both
-# agree. An empty tuple stands for transformers' default.
+# Keys that a class uses differently from transformers, with the values for which both agree. An
+# empty tuple stands for transformers' default.
 _RIGHT: Final[Mapping[str, Mapping[str, tuple[Any, ...]]]] = {
     "falcon_h1": {
         "attention_in_multiplier": (1.0,),
@@ -61,7 +58,7 @@ _RIGHT: Final[Mapping[str, Mapping[str, tuple[Any, ...]]]] = {
     "longcat_flash": _SILU,
     "mamba2": {"layer_norm_epsilon": (1e-5,), "n_groups": (1,)},
 }
-# Keys that change no answer: keys for training, the tokenizer, other tasks, or the files' form.
+# Keys that change no answer.
 _INERT: Final = re.compile(
     r"_.*|\w*bias|attention_chunk_size|attn_temperature_tuning|attn_scale|floor_scale|layer_types"
     r"|.*(dropout|pdrop|token_id|token_index|_config|loss|init)\w*|(num|n)_\w+|intermediate_size"
@@ -72,21 +69,19 @@ _INERT: Final = re.compile(
     r"|partial_rotary_factor|per_layer_config|moe_shared_expert_overlap|(router|input)_jitter_noise|rescale\w+"
     r"|chunk_size|\w+_chunk_size|num_logits_to_keep|summary_\w+|expand|\w+_expand|head_dim"
 )
-# Arrays in the files that a language model doesn't use, or that it computes itself.
+# Arrays that a language model doesn't use.
 _SPARE: Final = re.compile(
     rf"(^|.*\.)({TOWER}|rotary_emb|lm_head|attn\.(bias|masked_bias)"
     r"|\w*(scale_inv|input_scale|weight_scale\w*))(\..*|$)"
 )
 _NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.)")
 _MOST_KINDS: Final = 12
-# The biases that are used only to choose a mixture's experts.
+# Biases that only choose experts.
 _BIAS: Final = re.compile(r"e_score_correction_bias|expert_bias")
 
 
 def check_keys(text: Mapping[str, Any], model_class: type) -> None:
-    """Raise ValueError for a key of a language model's config if the class ignores its value, or
-    computes it differently, and answers would differ from transformers'.
-    """
+    """Raise ValueError for a key that makes mlx-lm's answers differ from transformers'."""
     for key in _unread(text, reader_of(model_class)):
         if CHANGES.fullmatch(key):
             raise ValueError(f"{key} {text[key]!r:.60} is not supported for `{text['model_type']}`")
@@ -96,16 +91,13 @@ def check_keys(text: Mapping[str, Any], model_class: type) -> None:
 
 
 def list_unread(text: Mapping[str, Any], model_class: type) -> list[str]:
-    """List the keys that nothing reads and whose values are not transformers' defaults. Keys that
-    are known to change no answer are left out.
-    """
+    """List the keys that nothing reads and that might change answers."""
     return [key for key in _unread(text, reader_of(model_class)) if not _INERT.fullmatch(key)]
 
 
 def _unread(text: Mapping[str, Any], reads: Callable[[str], bool]) -> Iterator[str]:
     for key, value in text.items():
-        # With "vision", Gemma 4's tokens look ahead only in images. GELU's variants are nearly
-        # equal.
+        # Gemma 4's "vision" has no effect without images, and GELU's variants are nearly equal.
         is_same = (key, value) == ("use_bidirectional_attention", "vision") or (
             key == "activation_function" and str(value).startswith("gelu")
         )
@@ -114,9 +106,7 @@ def _unread(text: Mapping[str, Any], reads: Callable[[str], bool]) -> Iterator[s
 
 
 def list_lost(found: Mapping[str, mx.array], model: Any, text: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a sentence for each kind of array that is in the files and read by nothing, or that the
-    model needs and the files lack. Raises ValueError as `list_dropped` does.
-    """
+    """Yield a sentence for each kind of array that nothing reads, or that the files lack."""
     if text.get("model_type") == "ernie4_5_moe" and not any(map(_BIAS.search, found)):
         yield "the files lack the biases that experts are chosen by: answers differ"
     for kind in list_dropped(found, model, text):
@@ -124,9 +114,10 @@ def list_lost(found: Mapping[str, mx.array], model: Any, text: Mapping[str, Any]
 
 
 def list_dropped(found: Mapping[str, mx.array], model: Any, text: Mapping[str, Any]) -> list[str]:
-    """List the kinds of the files' arrays that a class drops. As the class renames arrays, dropped
-    kinds are found by size: together they have as many numbers as are missing in the model. Raises
-    ValueError if they include biases that choose experts, without which answers differ.
+    """List the kinds of arrays that a class drops. Raises ValueError for experts' biases.
+
+    The class renames arrays, so dropped kinds are found by size: their sizes add up to the missing
+    numbers.
     """
     if not hasattr(model, "sanitize"):
         return []
@@ -149,10 +140,7 @@ def list_dropped(found: Mapping[str, mx.array], model: Any, text: Mapping[str, A
 def _sizes(
     arrays: Mapping[str, mx.array], others: Mapping[str, mx.array], layers: int
 ) -> dict[str, int]:
-    """Count the numbers in the arrays that are not in `others`, by kind: arrays of different layers
-    or experts are one kind. Spare arrays, and arrays of layers from number `layers` on, are left
-    out.
-    """
+    """Count the numbers in the arrays that are not in `others`, by name without indices."""
     sizes: dict[str, int] = {}
     for name, array in arrays.items():
         numbers = _NUMBER.findall(name)
@@ -163,21 +151,20 @@ def _sizes(
 
 
 def architecture(model_class: type) -> str:
-    """Return the name of mlx-lm's module that defines a model's class or its nearest base class."""
+    """Return the mlx-lm module of a model's class or its nearest base class."""
     modules = [each.__module__ for each in model_class.__mro__]
     return next((name[len(_PREFIX) :] for name in modules if name.startswith(_PREFIX)), "")
 
 
 def reader_of(model_class: type) -> Callable[[str], bool]:
-    """Return a function that tells whether a model's class reads a key."""
     return read_names(architecture(model_class)).__contains__
 
 
 @cache
 def read_names(module: str) -> frozenset[str]:
-    """Return the names of attributes, the strings and the constant arguments in the source of one
-    of mlx-lm's model modules and of those that it imports. A key that is not among them is read by
-    no code: a dataclass field that only stores a value doesn't count.
+    """Return the attributes, strings and constant arguments in an mlx-lm module and its imports.
+
+    Dataclass fields don't count, as they only store a value.
     """
     found: set[str] = set()
     waiting, seen = [module], set(_OTHERS)

@@ -1,8 +1,8 @@
-"""Translating a GGUF file's metadata and tensors to mlx-lm's config and weight names.
+"""Translate a GGUF file's metadata and tensors to mlx-lm's config and weight names.
 
-A key that changes the computation is either followed or refused in an error that names it. The keys
-are described in https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. llama.cpp's
-convert_hf_to_gguf.py has the names of tensors, and the changes that it makes to weights.
+A key that changes the computation is translated or refused.
+https://github.com/ggml-org/ggml/blob/master/docs/gguf.md describes the keys, llama.cpp's
+convert_hf_to_gguf.py the tensors.
 """
 
 import math
@@ -13,10 +13,11 @@ from typing import Any, Final
 from gateway.engine.models.gguf.header import GgufError, Header, quote
 
 ARCHITECTURES: Final = ("llama", "qwen2", "qwen3")
-ROPE_FACTORS: Final = "rope_freqs.weight"  # divisors of the frequencies of Llama 3.1's rotations
+ROPE_FACTORS: Final = "rope_freqs.weight"  # divisors of the frequencies in Llama 3.1's rotations
 _MOST: Final = (1 << 31) - 1
-# Keys that have no effect here, and values of other keys that have no effect either.
+# Keys without effect.
 _IDLE: Final = frozenset({"vocab_size", "tensor_data_layout", "rope.scaling.finetuned"})
+# Values without effect.
 _NEUTRAL: Final[Mapping[str, Any]] = {
     "attention.causal": True,
     "rope.scale_linear": 1.0,
@@ -29,17 +30,14 @@ _NEUTRAL: Final[Mapping[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
-    """The name of the file's tensor that holds a weight, and the shape that both have."""
+    """The file's tensor that holds a weight, and the weight's shape."""
 
     tensor: str
     shape: tuple[int, ...]
 
 
 def read_config(header: Header) -> dict[str, Any]:
-    """Return a model's config with the keys of a config.json.
-
-    Raises GgufError naming a key that is missing, makes no sense or is not served here.
-    """
+    """Return a config with config.json's keys. Raises GgufError for a key that cannot be served."""
     metadata = header.metadata
     kind, pieces = metadata.get("general.type", "model"), metadata.get("split.count", 1)
     version = metadata.get("general.quantization_version", 2)
@@ -73,18 +71,14 @@ def read_config(header: Header) -> dict[str, Any]:
 
 
 def places(config: Mapping[str, Any], header: Header) -> dict[str, TensorPlace]:
-    """Return which tensor of the file holds each of the model's weights, by the weight's name in
-    mlx-lm's model.
-
-    Raises GgufError if names or shapes of the file's tensors don't fit the config.
-    """
-    # The loop below is bounded by the file's tensors, not by its metadata.
+    """Return the tensor of each mlx-lm weight. Raises GgufError for tensors that don't fit."""
+    # A malicious number of layers would fill memory below.
     if config["num_hidden_layers"] > len(header.tensors):
         raise GgufError(f"it has no tensors for {config['num_hidden_layers']:,} layers")
     expected = dict(_expected(config))
     listed = set(header.tensors)
     if config["model_type"] == "llama":
-        listed.discard(ROPE_FACTORS)  # not a weight: factors of the rotations
+        listed.discard(ROPE_FACTORS)  # not a weight
     expected_tensors = {place.tensor for place in expected.values()}
     for what, names in (
         ("weights are missing", expected_tensors - listed),
@@ -102,7 +96,7 @@ def places(config: Mapping[str, Any], header: Header) -> dict[str, TensorPlace]:
 
 
 class _Keys:
-    """Reads the metadata's keys of one architecture, and remembers the keys that were read."""
+    """Reads one architecture's keys, and remembers which were read."""
 
     def __init__(self, metadata: Mapping[str, Any], architecture: str) -> None:
         self._metadata = metadata
@@ -110,7 +104,7 @@ class _Keys:
         self._read: set[str] = set()
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """Return an integer from 1 to 2^31 - 1. Without a default, the key is required."""
+        """Return an integer from 1 to 2^31 - 1."""
         value = self._found(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MOST:
             raise self._unusable(key, value)
@@ -126,12 +120,11 @@ class _Keys:
         return float(value)
 
     def get(self, key: str) -> Any:
-        """Return a key's value; None if the metadata lacks the key."""
         self._read.add(key)
         return self._metadata.get(self._prefix + key)
 
     def refuse_rest(self) -> None:
-        """Raise GgufError for the first key that was not read and might change the computation."""
+        """Raise GgufError for a key that was not read and might change the computation."""
         for key in self._metadata:
             short = key.removeprefix(self._prefix)
             if short == key or short in self._read or short in _IDLE:
@@ -158,7 +151,7 @@ def _sizes(keys: _Keys) -> dict[str, Any]:
     if keys.integer("attention.value_length", head) != head:
         raise GgufError("its keys and values are of different lengths, which is not served here")
     context = keys.integer("context_length")
-    # Windowed attention equals full attention in texts that are no longer than the window.
+    # Windows have no effect in texts no longer than the window.
     window = keys.get("attention.sliding_window")
     if window:
         context = min(context, keys.integer("attention.sliding_window"))
@@ -175,11 +168,7 @@ def _sizes(keys: _Keys) -> dict[str, Any]:
 
 
 def _rotations(keys: _Keys, header: Header) -> dict[str, Any]:
-    """Return the config of rotary positions.
-
-    In files of the architecture llama, the rows of queries and keys are reordered so that rotations
-    pair neighbours, which mlx-lm calls traditional.
-    """
+    """Return the rotary keys. GGUF reorders llama's weights for traditional rotations."""
     name = header.metadata["general.architecture"]
     return {
         "rope_theta": keys.positive("rope.freq_base", 10_000.0),
@@ -218,7 +207,6 @@ def _biases(name: str, header: Header) -> dict[str, Any]:
 
 
 def _check_heads(name: str, config: dict[str, Any]) -> None:
-    """Raise GgufError for sizes that mlx-lm's model of this architecture cannot have."""
     heads, kv_heads, head = (
         config[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim")
     )
@@ -231,7 +219,6 @@ def _check_heads(name: str, config: dict[str, Any]) -> None:
 
 
 def _expected(config: Mapping[str, Any]) -> Iterator[tuple[str, TensorPlace]]:
-    """Yield each weight's name and tensor. Architectures differ only in biases and norms."""
     hidden, vocabulary = config["hidden_size"], config["vocab_size"]
     yield "model.embed_tokens.weight", TensorPlace("token_embd.weight", (vocabulary, hidden))
     yield "model.norm.weight", TensorPlace("output_norm.weight", (hidden,))
@@ -243,7 +230,6 @@ def _expected(config: Mapping[str, Any]) -> Iterator[tuple[str, TensorPlace]]:
 
 
 def _layer(config: Mapping[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Return the tensor and the shape of a layer's weights, by their names in the layer."""
     hidden, inner, head = (config[key] for key in ("hidden_size", "intermediate_size", "head_dim"))
     queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
     attention = {"q": (queries, hidden), "k": (keys, hidden), "v": (keys, hidden)}

@@ -1,9 +1,7 @@
-"""A GGUF file as a `Listing`: a config, and arrays under mlx-lm's names. The model is built from
-that config, and the weights are read in chunks, one per step.
+"""A GGUF file as a `Listing`, and as an mlx-lm model whose weights are read in chunks.
 
-The listing is that of the files that `mlx_lm.convert` would write. Weights of types that MLX can
-pack stay quantized, with the file's numbers; weights of other types are dequantized. On a CPU all
-weights are dequantized, unless the model `is_packed`.
+Weights that MLX can pack stay quantized, except on a CPU without `is_packed`; others are
+dequantized.
 """
 
 import contextlib
@@ -42,7 +40,7 @@ _ITEMSIZE: Final = {"F32": 4, "F16": 2, "BF16": 2}
 
 @dataclass(frozen=True, slots=True)
 class Widened:
-    """The weights that must be dequantized: their types, and their bytes before and after."""
+    """The types of weights that must be dequantized, and their bytes before and after."""
 
     types: tuple[str, ...]
     stored_bytes: int
@@ -50,7 +48,7 @@ class Widened:
 
 
 class GgufCheckpoint:
-    """A chat model's GGUF file, with its header read, and the name that callers use."""
+    """A chat model's GGUF file, and the name that callers know the model by."""
 
     def __init__(self, name: str, path: Path) -> None:
         self.name = name
@@ -64,35 +62,30 @@ class GgufCheckpoint:
         self.dtype = self._floating()
 
     def failed(self, reason: str) -> ModelLoadFailed:
-        """Return the error that says why this model cannot be loaded."""
         return ModelLoadFailed(self.name, f"{self.path.name}: {reason}")
 
     @contextlib.contextmanager
     def blame(self) -> Iterator[None]:
-        """Turn any exception raised inside into ModelLoadFailed, which quotes it."""
         try:
             yield
-        except ValueError as error:  # GgufError, and errors of the tokenizer
+        except ValueError as error:
             raise self.failed(str(error)) from error
         except Exception as error:
             raise self.failed(f"{type(error).__name__}: {error}") from error
 
     def config(self) -> dict[str, Any]:
-        """Return the model's config, including the bits of modules that can stay quantized."""
         return self._config
 
     def kind(self, name: str) -> str:
-        """Return the name of the type that a weight has in the file."""
         return self.header.tensors[self.places[name].tensor].type.name
 
     def packed_bits(self, name: str) -> int | None:
-        """Return the bits of a weight that MLX can hold quantized; None for any other weight."""
+        """Return the bits of a weight that MLX can hold quantized, otherwise None."""
         if len(self.places[name].shape) != 2:
             return None
         return PACKED_BITS.get(self.kind(name))
 
     def tensors(self) -> dict[str, Tensor]:
-        """List the model's arrays by their names in mlx-lm's model."""
         listed: dict[str, Tensor] = {}
         for name, place in self.places.items():
             bits = self.packed_bits(name)
@@ -135,10 +128,9 @@ class GgufCheckpoint:
         return Tensor(self.dtype, shape, math.prod(shape) * _ITEMSIZE[self.dtype])
 
     def _floating(self) -> str:
-        """Choose one type for all floating weights: a mixture would be slower.
+        """Choose one type for all floating weights, because a mixture would be slower.
 
-        Norms don't count, as they are float32 in every file. One bfloat16 weight makes all of them
-        bfloat16, because float16 has a smaller range.
+        Norms don't count: they are always float32. float16 cannot hold bfloat16's range.
         """
         kinds = {self.kind(name) for name, place in self.places.items() if len(place.shape) > 1}
         if "BF16" in kinds:
@@ -157,26 +149,19 @@ class GgufCheckpoint:
 
 
 def open_checkpoint(name: str, path: Path) -> Checkpoint | GgufCheckpoint:
-    """Return the checkpoint of a folder, or of a GGUF file, whose header is read and checked.
-
-    Raises ModelLoadFailed.
-    """
+    """Return the checkpoint of a folder or a GGUF file. Raises ModelLoadFailed."""
     if is_gguf(path.name):
         return GgufCheckpoint(name, path)
     return Checkpoint(name, path)
 
 
-# A chunk is decoded in about 5 ms; a larger one would not stay in the processor's cache. Other work
-# may have the lane between two chunks.
+# The weights of a chunk, which takes about 5 ms and fits the processor's cache.
 CHUNK_WEIGHTS: Final = 1 << 20
 _DTYPES: Final = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}
 
 
 class SlowedRoPE:
-    """Rotary positions in which each frequency is divided by a factor of its own.
-
-    Llama 3.1 has such factors. GGUF files store the factors, not the rule that they result from.
-    """
+    """Rotary positions whose frequencies are divided by factors, as in Llama 3.1."""
 
     def __init__(self, dims: int, base: float, factors: mx.array) -> None:
         self.dims = dims
@@ -194,8 +179,7 @@ def read_gguf_decoder(
 ) -> Generator[None, None, Any]:
     """Build a model, read its weights in steps, and return it.
 
-    Weights that MLX can hold quantized stay quantized on a GPU, and on a CPU if `is_packed`. Raises
-    ModelLoadFailed if the file has changed since its header was read.
+    Raises ModelLoadFailed if the file has changed since its header was read.
     """
     is_packed = is_packed or device is not Device.CPU
     target = pick_dtype(device, dtype, _DTYPES[checkpoint.dtype])
@@ -203,7 +187,7 @@ def read_gguf_decoder(
         model = _build(checkpoint, is_packed)
     if device is Device.CPU:
         use_cpu_kernels(model)
-    # The file is unbuffered: bytes are read straight into the array from which they are decoded.
+    # The file is unbuffered, so bytes are read straight into arrays.
     with checkpoint.blame(), checkpoint.path.open("rb", buffering=0) as file:
         if stamp_of(file) != checkpoint.header.stamp:
             raise GgufError("it has changed since its header was read")
@@ -224,7 +208,7 @@ def read_gguf_decoder(
 
 
 def _build(checkpoint: GgufCheckpoint, is_packed: bool) -> Any:
-    """Build the model. Its arrays are lazy, and replaced before they would be computed."""
+    """Build the model with lazy arrays, which are replaced before they are computed."""
     config = checkpoint.config()
     model_class, args_class = _get_classes(config)
     model: Any = model_class(args_class.from_dict(config))
@@ -237,7 +221,7 @@ def _build(checkpoint: GgufCheckpoint, is_packed: bool) -> Any:
         listed = {name: tensor.shape for name, tensor in checkpoint.tensors().items()}
     else:
         listed = {name: place.shape for name, place in checkpoint.places.items()}
-    if built != listed:  # unexpected, as the metadata was checked
+    if built != listed:
         odd = sorted(name for name in built.keys() | listed if built.get(name) != listed.get(name))
         raise GgufError(f"mlx-lm's model has other weights than the file: {', '.join(odd[:5])}")
     return model
@@ -246,10 +230,9 @@ def _build(checkpoint: GgufCheckpoint, is_packed: bool) -> Any:
 def _floating(
     file: RawIOBase, info: TensorInfo, target: mx.Dtype
 ) -> Generator[None, None, mx.array]:
-    """Read a tensor and dequantize it, one chunk per step."""
     numbers = np.empty((_rows(info), info.shape[-1]), _numpy(target))
     for rows, raw in _chunks(file, info):
-        with np.errstate(all="ignore"):  # a broken file's infinities show in its answers
+        with np.errstate(all="ignore"):  # broken files may hold infinities
             numbers[rows] = dequantize(info.type.name, raw)
         yield
     return mx.array(numbers.reshape(info.shape)).astype(target)
@@ -258,7 +241,6 @@ def _floating(
 def _pack(
     file: RawIOBase, info: TensorInfo, target: mx.Dtype, module: str
 ) -> Generator[None, None, dict[str, mx.array]]:
-    """Read a matrix in MLX's quantized form, one chunk per step; return its arrays by name."""
     rows, columns = info.shape
     words = columns * PACKED_BITS[info.type.name] // 32
     weight = np.empty((rows, words), np.uint32)
@@ -280,7 +262,7 @@ def _pack(
 
 
 def _chunks(file: RawIOBase, info: TensorInfo) -> Iterator[tuple[slice, Bytes]]:
-    """Yield a tensor in chunks: a slice of its rows, and their bytes, (rows, bytes of a row)."""
+    """Yield slices of a tensor's rows, with their bytes, (rows, bytes of a row)."""
     rows = _rows(info)
     chunk_rows = max(1, CHUNK_WEIGHTS // info.shape[-1])
     file.seek(info.offset)
@@ -305,21 +287,18 @@ def _rows(info: TensorInfo) -> int:
 
 
 def _numpy(target: mx.Dtype) -> type[np.floating[Any]]:
-    """Return the numpy type of numbers that become `target` in MLX: numpy has no bfloat16."""
     if target == mx.float16:
         return np.float16
     return np.float32
 
 
 def _slow_down(model: Any, config: Mapping[str, Any], factors: mx.array) -> None:
-    """Replace the model's rotations by SlowedRoPE with the file's factors."""
     rope = SlowedRoPE(config["head_dim"], config["rope_theta"], factors)
     for layer in model.layers:
         layer.self_attn.rope = rope
 
 
 def _factors(file: RawIOBase, info: TensorInfo, dims: int) -> mx.array:
-    """Read the factors of the frequencies, one for each pair of dimensions."""
     if info.type.name != "F32" or info.shape != (dims // 2,):
         raise GgufError(f"{info.name} is {info.type.name} {info.shape}, not F32 ({dims // 2},)")
     ((_, raw),) = _chunks(file, info)

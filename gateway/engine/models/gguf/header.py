@@ -1,8 +1,7 @@
-"""Reading a GGUF file's header, with its metadata and its list of tensors, within bounds.
+"""Read a GGUF file's header: its metadata and its list of tensors.
 
-Every number in the file is compared with the file's size before it is used, so that a malicious
-file can cause an error and nothing else. The file is not mapped into memory: if a mapped file is
-cut short, its reader's process ends. The format is described in
+Every number is compared with the file's size before use, because the file may be malicious. The
+file is not mapped, because truncating a mapped file kills its reader. The format is described in
 https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
@@ -17,12 +16,13 @@ from typing import Any, BinaryIO, Final
 
 import numpy as np
 
-# The longest header, as in safetensors. Qwen's 152,000 tokens and their merges take 6 MB.
+# The bound of safetensors' headers; Qwen's GGUF header has 6 MB.
 HEADER_BYTES: Final = 100_000_000
-MOST_ITEMS: Final = 1 << 22  # the most items of an array; the largest vocabularies have 2^18 tokens
+MOST_ITEMS: Final = 1 << 22
 MOST_KEYS: Final = 1 << 16
-MOST_TENSORS: Final = 1 << 14  # Llama 3.1 405B has 1,138
-MOST_DIMENSIONS: Final = 4  # the format's own bound, like the next two
+MOST_TENSORS: Final = 1 << 14
+# The next three bounds are the format's.
+MOST_DIMENSIONS: Final = 4
 KEY_BYTES: Final = 65_535
 NAME_BYTES: Final = 64
 _FIRST_BYTES: Final = 1 << 20
@@ -31,7 +31,7 @@ _MOST_ALIGNMENT: Final = 1 << 20
 
 
 class GgufError(ValueError):
-    """A fault of a GGUF file, described for the person who chose the file."""
+    """A fault of a GGUF file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +43,7 @@ class TensorType:
     nbytes: int
 
 
-# ggml.h's enum ggml_type, with the sizes of ggml-common.h's blocks. Missing numbers
-# are types that ggml has withdrawn.
+# ggml.h's enum ggml_type, with the block sizes of ggml-common.h.
 TYPES: Final[Mapping[int, TensorType]] = {
     number: TensorType(name, weights, nbytes)
     for number, name, weights, nbytes in (
@@ -93,21 +92,19 @@ class TensorInfo:
     name: str
     type: TensorType
     shape: tuple[int, ...]  # rows before columns, as in numpy
-    offset: int  # the place of the tensor's first byte in the file
+    offset: int  # from the beginning of the file
     nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Array:
-    """An array of the metadata that has not been read yet, and its place in the header."""
-
     type: int
     count: int
     start: int
 
 
 class Metadata(Mapping[str, Any]):
-    """A file's metadata: numbers, strings, and lists, which are made anew at each look-up."""
+    """A file's metadata, whose lists are made anew at each look-up."""
 
     def __init__(self, values: Mapping[str, Any], content: bytes) -> None:
         self._values = values
@@ -148,16 +145,13 @@ class Header:
 
     metadata: Metadata
     tensors: Mapping[str, TensorInfo]
-    # The file's device, inode, size and time of change, which change if the file does.
-    stamp: tuple[int, ...]
+    stamp: tuple[int, ...]  # `stamp_of` the file
 
 
 def read_header(path: Path) -> Header:
-    """Read the header of a file of version 2 or 3, and check that every tensor it lists is in the
-    file.
+    """Read the header of a file of version 2 or 3, and check that every tensor is in the file.
 
-    Raises GgufError for any fault in the file, and OSError if the file cannot be read. Arrays of
-    arrays, which no model has, are refused.
+    Raises GgufError for any fault, and OSError if the file cannot be read.
     """
     if not path.is_file():  # opening a pipe would wait
         raise GgufError("there is no such file")
@@ -171,14 +165,12 @@ def read_header(path: Path) -> Header:
 
 
 def stamp_of(file: IOBase) -> tuple[int, ...]:
-    """Return numbers that change if a file is changed, or replaced by another."""
+    """Return numbers that change if a file is changed or replaced."""
     status = os.fstat(file.fileno())
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 class _Cursor:
-    """A reading position in a file's header; the file is read little further than needed."""
-
     def __init__(self, file: BinaryIO, size: int) -> None:
         self._file = file
         self.size = size
@@ -186,7 +178,6 @@ class _Cursor:
         self.at = 0
 
     def need(self, end: int) -> None:
-        """Read the file up to the byte `end`, if that has not been done."""
         if end <= len(self.read):
             return
         if end > self.size:
@@ -203,13 +194,11 @@ class _Cursor:
         self.at += nbytes
 
     def take(self, form: struct.Struct) -> Any:
-        """Read a number."""
         self.skip(form.size)
         (value,) = form.unpack_from(self.read, self.at - form.size)
         return value
 
     def text(self, what: str, limit: int = HEADER_BYTES) -> str:
-        """Read a string: its length in bytes, then its bytes."""
         length = self.take(_LENGTH)
         if length > limit:
             raise GgufError(f"{what} has {length:,} bytes, where {limit:,} are allowed")
@@ -217,7 +206,6 @@ class _Cursor:
         return _text(self.read[self.at - length : self.at], what)
 
     def skip_texts(self, count: int) -> None:
-        """Skip `count` strings, each a length and its bytes."""
         at, there, length = self.at, len(self.read), _LENGTH
         for _ in range(count):
             if at + 8 > there:
@@ -228,7 +216,6 @@ class _Cursor:
         self.at = at
 
     def content(self) -> bytes:
-        """Return the file's bytes before the cursor."""
         return bytes(memoryview(self.read)[: self.at])
 
 
@@ -244,7 +231,6 @@ _ARRAY: Final = 9
 
 
 def _counts(cursor: _Cursor) -> tuple[int, int]:
-    """Read the beginning of the file; return how many tensors and keys it lists."""
     if cursor.size < 24:
         raise GgufError("it is no GGUF file: it is too short")
     cursor.need(24)
@@ -308,7 +294,6 @@ def _array(cursor: _Cursor, key: str) -> _Array:
 
 
 def _booleans(cursor: _Cursor, key: str, start: int) -> bytearray:
-    """Return the bytes from `start` to the cursor; refuse bytes that are no booleans."""
     content = cursor.read[start : cursor.at]
     if content.strip(b"\0\1"):
         raise GgufError(f"{quote(key)} is neither true nor false")
@@ -324,8 +309,8 @@ def _alignment(values: Mapping[str, Any]) -> int:
 
 
 def _tensors(cursor: _Cursor, count: int, alignment: int) -> dict[str, TensorInfo]:
-    """Read the list of tensors. In the file, offsets count from the first aligned byte after the
-    list; the result has offsets from the beginning of the file.
+    """Read the list of tensors. The file's offsets count from the first aligned byte after the
+    list.
     """
     listed: dict[str, TensorInfo] = {}
     for _ in range(count):
@@ -358,7 +343,6 @@ def _tensor(cursor: _Cursor, alignment: int) -> TensorInfo:
 
 
 def _check_places(infos: Iterable[TensorInfo], size: int) -> None:
-    """Raise GgufError for tensors that reach beyond the file's end or overlap."""
     end = 0
     for info in sorted(infos, key=lambda info: info.offset):
         if info.offset < end:
@@ -376,7 +360,7 @@ def _text(content: bytes | bytearray, what: str) -> str:
 
 
 def quote(name: str) -> str:
-    """Return a name from a file as messages quote it: short, and on one line."""
+    """Return a name from a file on one line of a message, cut if it is long."""
     if len(name) <= 64 and name.isprintable():
         return name
     return f"{name[:64]!r}…"

@@ -1,8 +1,7 @@
-"""Decoding GGUF's blocks of quantized weights to floats, or to MLX's packed form.
+"""Decode GGUF's blocks of quantized weights to floats, or to MLX's packed form.
 
-Each type cuts a row into groups of 16 or 32 weights; a weight is `scale · (code - zero) + bias`,
-with the scale and bias of the group. The blocks have the layout of ggml's src/ggml-common.h. The
-weights equal, bit for bit, those that the package `gguf` decodes:
+Rows are cut into groups of 16 or 32 weights, each `scale · (code - zero) + bias`. Blocks have the
+layout of ggml's src/ggml-common.h. Weights equal, bit for bit, those of
 https://github.com/ggml-org/llama.cpp/blob/master/gguf-py/gguf/quants.py
 """
 
@@ -28,7 +27,6 @@ class Groups:
     bias: Floats | None = None  # (blocks, groups)
 
     def weights(self) -> Floats:
-        """Return the weights as floats, (blocks, groups, weights of a group)."""
         numbers = self.codes.astype(np.float32)
         if self.zero:
             numbers -= np.float32(self.zero)
@@ -40,10 +38,10 @@ class Groups:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """Weights in MLX's quantized form, affine and in groups of 32: see `mlx.core.quantize`.
+    """Weights in the affine form of `mlx.core.quantize`, in groups of 32.
 
-    The shapes, for (rows, columns) of weights, are (rows, columns · bits / 32) of `weight` and
-    (rows, columns / 32) of `scales` and `biases`.
+    For (rows, columns) of weights, `weight` is (rows, columns · bits / 32); `scales` and `biases`
+    are (rows, columns / 32).
     """
 
     weight: npt.NDArray[np.uint32]
@@ -52,7 +50,7 @@ class Packed:
 
 
 def dequantize(kind: str, raw: Bytes) -> Floats:
-    """Return weights, (rows, columns), given their bytes, (rows, bytes of a row)."""
+    """Return weights, (rows, columns), from their bytes, (rows, bytes of a row)."""
     if kind == "F32":
         return raw.view("<f4")
     if kind == "F16":
@@ -63,7 +61,7 @@ def dequantize(kind: str, raw: Bytes) -> Floats:
 
 
 def pack(kind: str, raw: Bytes) -> Packed:
-    """Return weights in MLX's packed form, given their bytes. PACKED_BITS lists the types."""
+    """Return weights in MLX's packed form, for a type in PACKED_BITS."""
     groups = _groups(kind, raw)
     rows, bits = len(raw), PACKED_BITS[kind]
     codes = groups.codes.reshape(rows, -1)
@@ -91,12 +89,12 @@ def _groups(kind: str, raw: Bytes) -> Groups:
 
 
 def _f32(halves: npt.NDArray[Any]) -> Floats:
-    """Return float16 numbers, one per block, as float32, (blocks, 1), to multiply groups by."""
+    """Return one float16 number per block as float32, (blocks, 1)."""
     return halves.astype(np.float32)[:, None]
 
 
 def _nibbles(content: Bytes) -> Bytes:
-    """Return (…, n) bytes as (…, 2, n) numbers: each byte's lower four bits, then its upper."""
+    """Return (…, n) bytes as (…, 2, n) numbers: lower four bits, then upper four bits."""
     return np.stack([content & 15, content >> 4], axis=-2)
 
 
@@ -107,7 +105,6 @@ def _shift(content: Bytes, bits: int, mask: int) -> Bytes:
 
 
 def _fives(blocks: npt.NDArray[Any]) -> Bytes:
-    """Return the codes of Q5_0 and Q5_1, whose fifth bits are stored separately."""
     high: Bytes = np.unpackbits(blocks["high"], axis=-1, bitorder="little")
     low: Bytes = _nibbles(blocks["codes"]).reshape(-1, 32)
     return (low | high << np.uint8(4))[:, None]
@@ -139,7 +136,7 @@ def _q5_1(blocks: npt.NDArray[Any]) -> Groups:
 
 
 def _q8_0(blocks: npt.NDArray[Any]) -> Groups:
-    # The codes are signed: flipping the highest bit maps -128 to 127 to 0 to 255.
+    # Flipping the highest bit maps the signed codes to 0 to 255.
     return Groups((blocks["codes"] ^ 128)[:, None], _f32(blocks["d"]), zero=128)
 
 
@@ -182,7 +179,7 @@ def _q6_k(blocks: npt.NDArray[Any]) -> Groups:
     return Groups(codes, _f32(blocks["d"]) * blocks["scales"].astype(np.float32), zero=32)
 
 
-# The weights that IQ4's codes stand for: kvalues_iq4nl in ggml-common.h.
+# The values of IQ4's codes: kvalues_iq4nl in ggml-common.h.
 _UNEVEN: Final = np.array(
     [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8
 )
@@ -239,7 +236,6 @@ _TYPES: Final[Mapping[str, tuple[np.dtype[np.void], Callable[[npt.NDArray[Any]],
 }
 FLOATS: Final = frozenset({"F32", "F16", "BF16"})
 READ: Final = FLOATS | _TYPES.keys()
-"""The types that can be read."""
 PACKED_BITS: Final[Mapping[str, int]] = {
     "Q4_0": 4,
     "Q4_1": 4,
@@ -249,4 +245,3 @@ PACKED_BITS: Final[Mapping[str, int]] = {
     "Q5_K": 5,
     "Q8_0": 8,
 }
-"""The bits of the types that MLX can pack; others have groups of 16, or codes of uneven steps."""

@@ -1,12 +1,8 @@
-"""Making transformers' fast tokenizer from a GGUF file's metadata.
+"""Make transformers' fast tokenizer from a GGUF file's metadata.
 
-Two kinds are read. `gpt2` is byte-level BPE, with a list of merges and a named pre-tokenizer.
-`llama` is SentencePiece's BPE, which has no list of merges: of the pairs in a text that make a
-token, the pair whose token has the best score is merged first.
-
-Keys and numbers are the GGUF specification's (ggml, docs/gguf.md); questions that it leaves open
-are answered as in llama.cpp (src/llama-vocab.cpp). Metadata is not trusted: every value is checked
-before it is used.
+`gpt2` is byte-level BPE with a list of merges and a named pre-tokenizer. `llama` is SentencePiece's
+BPE, which merges the pair with the best score first. Keys are those of ggml's docs/gguf.md, details
+those of llama.cpp's src/llama-vocab.cpp.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,18 +22,14 @@ from gateway.panics import as_exception
 
 @dataclass(frozen=True, slots=True)
 class Splitting:
-    """A pre-tokenizer: a way of cutting text into words, and other rules that its name implies."""
+    """The patterns of a pre-tokenizer, and other rules that its name implies."""
 
-    # Each pattern cuts the pieces that earlier patterns left, into matches and the text between
-    # matches.
-    patterns: tuple[str, ...]
-    keeps_words: bool = False  # a word that is a token stays whole, whatever the merges say
-    # A text begins with the BOS token, unless the file says otherwise.
-    adds_bos: bool = False
-    composes: bool = False  # text is normalized to NFC first
+    patterns: tuple[str, ...]  # each cuts the pieces that earlier patterns left
+    keeps_words: bool = False  # a word that is a token stays whole
+    adds_bos: bool = False  # the default of `add_bos_token`
+    composes: bool = False  # normalizes text to NFC
 
     def pre_tokenizer(self) -> pre_tokenizers.PreTokenizer:
-        """Return a pre-tokenizer that cuts a text and spells its bytes in GPT-2's alphabet."""
         cuts = [
             pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in self.patterns
         ]
@@ -49,9 +41,7 @@ _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)
 
 
 def _cl100k(digits: str) -> str:
-    """Return the pattern that Llama 3 and Qwen2 took over from tiktoken's cl100k_base. They differ
-    in `digits`, the pattern for digits.
-    """
+    """Return tiktoken's cl100k_base pattern with another pattern for digits."""
     return (
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
         + digits
@@ -59,9 +49,7 @@ def _cl100k(digits: str) -> str:
     )
 
 
-# These are the model's own patterns. llama.cpp's std::regex has no \p{Lu}, and counts no marks as
-# letters, so llama.cpp cuts words differently in text with combining marks, or with capitals beyond
-# ASCII within a word.
+# Tekken's own patterns: llama.cpp's differ for combining marks and non-ASCII capitals.
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
@@ -75,15 +63,14 @@ _QWEN2 = Splitting((_cl100k(r"\p{N}"),))
 
 SPLITTINGS: Final[Mapping[str, Splitting]] = MappingProxyType(
     {
-        # llama.cpp's choice if a file names no pre-tokenizer, as files from before May 2024 do.
+        # llama.cpp's choice for files without the key, which are older than May 2024.
         "default": Splitting((r"[\p{P}$+<=>^~|]+", _GPT2, r"\p{N}+", "[0-9]{3}")),
         **dict.fromkeys(("gpt-2", "a.x-4.0", "mellum", "trillion"), _PLAIN),
         **dict.fromkeys(("smollm", "starcoder", "refact", "minerva-7b"), _DIGITS),
         **dict.fromkeys(
             ("llama-bpe", "llama-v3", "llama3", "falcon3", "midm-2.0", "pixtral"), _LLAMA3
         ),
-        # Qwen2's tokenizer normalizes text to NFC (transformers,
-        # models/qwen2/tokenization_qwen2.py); llama.cpp doesn't.
+        # transformers normalizes text to NFC (tokenization_qwen2.py), llama.cpp doesn't.
         "qwen2": Splitting(_QWEN2.patterns, composes=True),
         "deepseek-r1-qwen": _QWEN2,
         "megrez": _QWEN2,
@@ -107,19 +94,14 @@ _GGML = "tokenizer.ggml."
 _TEMPLATE = "tokenizer.chat_template"
 _SPACE = "▁"
 _BYTES = frozenset(f"<0x{byte:02X}>" for byte in range(256))
-# Bounds for malicious files. Gemma's vocabulary, the largest in common use, has 2^18 tokens. Tokens
-# that are searched for in texts are compiled to an automaton, with about a hundred bytes for each
-# of their letters. The work of finding merges grows with the square of a token's length: it is a
-# million for all of Mistral's first vocabulary. With a hundred times as much, the merges alone
-# would fill gigabytes.
+# Bounds for malicious files; the largest vocabularies have 2^18 tokens.
 _MOST_TOKENS: Final = 1 << 20
 _MOST_MERGES: Final = 1 << 20
-_MOST_ADDED_CHARS: Final = 1 << 20
-_MOST_WORK: Final = 100_000_000
+_MOST_ADDED_CHARS: Final = 1 << 20  # each takes about 100 bytes of memory
+_MOST_WORK: Final = 100_000_000  # squares of token lengths; Mistral's add up to a million
 
-# Tokens that are EOS tokens by their text alone: files give one id as `eos_token_id`, and many
-# models have more. This is llama.cpp's list, without the tokens of other architectures and without
-# </s>: SentencePiece's files give its id, and in other files it is a word of HTML.
+# Tokens that are EOS tokens by their text alone, as in llama.cpp. `</s>` is left out, because some
+# vocabularies have it as a word of HTML.
 _ENDS: Final = frozenset(
     {
         "<|eot_id|>",
@@ -132,13 +114,12 @@ _ENDS: Final = frozenset(
         "<｜end▁of▁sentence｜>",
     }
 )
-# gpt-oss's vocabulary has the first two, Solar Open's the others. In both, `<|end|>` ends a
-# message, and the answer may be in the next message. The rule is llama.cpp's.
+# gpt-oss and Solar Open have these tokens. Their `<|end|>` ends a message, not the answer.
 _ENDS_BESIDE_MESSAGES: Final = ({"<|return|>", "<|call|>"}, {"<|flush|>", "<|calls|>"})
 
 
 class TokenType(IntEnum):
-    """The kind of a token, as numbered by `tokenizer.ggml.token_type`."""
+    """The kind of a token in `tokenizer.ggml.token_type`."""
 
     UNDEFINED = 0
     NORMAL = 1
@@ -155,10 +136,7 @@ _SPECIAL = (TokenType.CONTROL, TokenType.UNKNOWN)
 def read_tokenizer(metadata: Mapping[str, Any]) -> PreTrainedTokenizerFast:
     """Return the tokenizer that a GGUF file's metadata describe, with its chat templates.
 
-    `metadata` has the keys of the file, with plain Python values. Texts get the same ids as from
-    the model's original tokenizer; comments above say where llama.cpp differs. Control tokens are
-    special tokens. User-defined tokens are never cut, but are ordinary text. Raises ValueError
-    naming the key that is missing, wrong or not known here.
+    Raises ValueError for a key that is missing, wrong or unknown.
     """
     try:
         return _tokenizer(metadata)
@@ -170,16 +148,13 @@ def read_tokenizer(metadata: Mapping[str, Any]) -> PreTrainedTokenizerFast:
 
 
 def read_end_ids(metadata: Mapping[str, Any]) -> frozenset[int]:
-    """Return the ids of all EOS tokens: those that the metadata name, and those with the text of an
-    EOS token. Raises ValueError as `read_tokenizer` does.
-    """
+    """Return the ids of all EOS tokens. Raises ValueError as `read_tokenizer` does."""
     vocabulary = _vocabulary(metadata)
     named = (_token_id(metadata, f"{name}_token_id", vocabulary) for name in ("eos", "eot", "eom"))
     return named_ends(vocabulary.ids).union(token for token in named if token is not None)
 
 
 def named_ends(ids: Mapping[str, int]) -> frozenset[int]:
-    """Return the ids of a vocabulary's tokens that are EOS tokens by their text alone."""
     texts = _ENDS & ids.keys()
     if any(ends <= ids.keys() for ends in _ENDS_BESIDE_MESSAGES):
         texts -= {"<|end|>"}
@@ -188,8 +163,6 @@ def named_ends(ids: Mapping[str, int]) -> frozenset[int]:
 
 @dataclass(frozen=True, slots=True)
 class _Vocabulary:
-    """Tokens in the order of their ids, each with its type."""
-
     tokens: Sequence[str]
     types: Sequence[int]
     ids: Mapping[str, int]
@@ -209,7 +182,7 @@ def _tokenizer(metadata: Mapping[str, Any]) -> PreTrainedTokenizerFast:
         f"{name}_token": None if token is None else vocabulary.tokens[token]
         for name, token in ids.items()
     }
-    fast: Any = PreTrainedTokenizerFast  # untyped
+    fast: Any = PreTrainedTokenizerFast
     made: PreTrainedTokenizerFast = fast(
         tokenizer_object=tokenizer,
         chat_template=_chat_template(metadata),
@@ -222,7 +195,6 @@ def _tokenizer(metadata: Mapping[str, Any]) -> PreTrainedTokenizerFast:
 
 
 def _byte_level(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
-    """Return a byte-level BPE tokenizer, and whether its texts begin with the BOS token."""
     name = _one(metadata, f"{_GGML}pre", str) or "default"
     splitting = SPLITTINGS.get(name)
     if splitting is None:
@@ -243,8 +215,8 @@ def _byte_level(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> tuple[T
 def _sentencepiece(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> Tokenizer:
     """Return SentencePiece's BPE, which merges by score and marks spaces.
 
-    As in llama.cpp, the space that is put before a text is also put before each part that follows a
-    special token. The decoder has the only form that llguidance can read.
+    As in llama.cpp, a space is also put before each part that follows a special token. llguidance
+    can read only this form of decoder.
     """
     missing = _BYTES - vocabulary.ids.keys()
     if missing:
@@ -270,13 +242,11 @@ def _sentencepiece(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> Toke
 
 
 def _merges_by_score(vocabulary: _Vocabulary, scores: Sequence[float]) -> list[tuple[str, str]]:
-    """Return every pair of tokens that makes a third, ordered by the score of the third, best
-    first.
+    """Return every pair of tokens that makes a third, ordered by the third's score, best first.
 
-    SentencePiece's BPE (bpe_model.cc) merges the pair with the best score, and the leftmost in the
-    text among equal scores. Ranks cannot express "leftmost". But equal scores occur in runs of
-    spaces, where merging leftmost makes the first token as long as possible, and so does ranking
-    the longest token first. Source of the idea: transformers, `generate_merges`.
+    SentencePiece (bpe_model.cc) merges the leftmost of pairs with equal scores. These occur in runs
+    of spaces, where the longest token first has the same effect, as in transformers'
+    `generate_merges`.
     """
     tokens, ids = vocabulary.tokens, vocabulary.ids
     if sum(len(token) ** 2 for token in tokens) > _MOST_WORK:
@@ -296,7 +266,6 @@ def _merges_by_score(vocabulary: _Vocabulary, scores: Sequence[float]) -> list[t
 
 
 def _listed_merges(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> list[tuple[str, str]]:
-    """Return the file's merges; a pair that is listed twice keeps its first place."""
     listed = _many(metadata, f"{_GGML}merges", str)
     if listed is None:
         raise ValueError(f"it has no {_GGML}merges")
@@ -313,10 +282,8 @@ def _listed_merges(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> list
 
 
 def _added(vocabulary: _Vocabulary) -> list[AddedToken]:
-    """Return the tokens that are found in a text before it is cut into words.
-
-    An EOS token is always special: some files give it another type by mistake.
-    """
+    """Return the tokens that are found in a text before it is cut into words."""
+    # Some files give EOS tokens the wrong type.
     is_special = {
         token: kind in _SPECIAL or token in _ENDS
         for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True)
@@ -336,7 +303,6 @@ def _vocabulary(metadata: Mapping[str, Any]) -> _Vocabulary:
     if not listed:
         raise ValueError(f"it has no {_GGML}tokens")
     _check_count(listed, _MOST_TOKENS, "tokens")
-    # Tokens without text get distinct names, as in llama.cpp.
     tokens = [token or f"[EMPTY_{place}]" for place, token in enumerate(listed)]
     types = _many(metadata, f"{_GGML}token_type", int)
     if types is None:
@@ -363,10 +329,7 @@ def _scores(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> Sequence[fl
 
 
 def _token_id(metadata: Mapping[str, Any], name: str, vocabulary: _Vocabulary) -> int | None:
-    """Return a special token's id; None if there is none.
-
-    Where a SentencePiece file states no id, it is the default of SentencePiece's trainer.
-    """
+    """Return a special token's id. SentencePiece files may rely on the trainer's default ids."""
     defaults = {"unknown_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     token = _one(metadata, _GGML + name, int)
     size = len(vocabulary.tokens)
@@ -374,7 +337,7 @@ def _token_id(metadata: Mapping[str, Any], name: str, vocabulary: _Vocabulary) -
         if vocabulary.is_sentencepiece and defaults.get(name, size) < size:
             return defaults[name]
         return None
-    if name == "padding_token_id" and token >= size:  # in many files of 2023; unused here
+    if name == "padding_token_id" and token >= size:  # many files of 2023 have such an id
         return None
     if not 0 <= token < size:
         raise ValueError(f"its {_GGML}{name} is {token}, outside its vocabulary of {size} tokens")
@@ -382,9 +345,6 @@ def _token_id(metadata: Mapping[str, Any], name: str, vocabulary: _Vocabulary) -
 
 
 def _adds(metadata: Mapping[str, Any], name: str, token: int | None, *, otherwise: bool) -> bool:
-    """Return True if this token is added to texts: as the file's flag says, or `otherwise` if there
-    is no flag.
-    """
     flag = _one(metadata, f"{_GGML}add_{name}_token", bool)
     if flag and token is None:
         raise ValueError(f"its {_GGML}add_{name}_token is set, and {_GGML}{name}_token_id is not")
@@ -394,7 +354,6 @@ def _adds(metadata: Mapping[str, Any], name: str, token: int | None, *, otherwis
 
 
 def _chat_template(metadata: Mapping[str, Any]) -> str | dict[str, str] | None:
-    """Return the chat template, or a dict of templates by name if there are several."""
     main = _one(metadata, _TEMPLATE, str)
     names = {
         key.removeprefix(f"{_TEMPLATE}.") for key in metadata if key.startswith(f"{_TEMPLATE}.")
@@ -411,7 +370,6 @@ def _chat_template(metadata: Mapping[str, Any]) -> str | dict[str, str] | None:
 
 
 def _one(metadata: Mapping[str, Any], key: str, kind: type[T]) -> T | None:
-    """Return a value, or None for a key that is absent."""
     value = metadata.get(key)
     if value is not None and type(value) is not kind:
         raise ValueError(f"its {key} is of type {type(value).__name__}, not {kind.__name__}")
@@ -419,11 +377,10 @@ def _one(metadata: Mapping[str, Any], key: str, kind: type[T]) -> T | None:
 
 
 def _many(metadata: Mapping[str, Any], key: str, kind: type[T]) -> Sequence[T] | None:
-    """Return a list of values, or None for an absent key. Floats may be stored as integers."""
     values = metadata.get(key)
     if values is None:
         return None
-    kinds = {kind, int} if kind is float else {kind}
+    kinds = {kind, int} if kind is float else {kind}  # floats may be stored as integers
     if not isinstance(values, list) or not set(map(type, values)) <= kinds:
         raise ValueError(f"its {key} is no list of {kind.__name__}")
     return values
@@ -450,11 +407,7 @@ _SAMPLING: Final = {
 
 
 def wrap_tokenizer(checkpoint: GgufCheckpoint) -> TokenizerWrapper:
-    """Return the file's tokenizer, with its chat template and all EOS tokens, wrapped as mlx-lm
-    wraps a folder's tokenizer.
-
-    Raises ModelLoadFailed.
-    """
+    """Return the file's tokenizer, wrapped as in mlx-lm. Raises ModelLoadFailed."""
     metadata, rows = checkpoint.header.metadata, checkpoint.config()["vocab_size"]
     with checkpoint.blame():
         tokenizer = read_tokenizer(metadata)
@@ -467,8 +420,7 @@ def wrap_tokenizer(checkpoint: GgufCheckpoint) -> TokenizerWrapper:
 
 
 def read_sampling(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sampling settings that the model's makers recommend, under the names of
-    generation_config.json.
+    """Return the makers' recommended sampling settings, by generation_config.json's names.
 
     https://github.com/ggml-org/llama.cpp/blob/master/gguf-py/gguf/constants.py
     """
