@@ -49,7 +49,7 @@ class ToolFormat:
     new_id: NewId = openai_id
     is_json: bool = False  # calls are JSON between marks, so that a grammar can describe calls
     is_separate: bool = False  # calls are separate messages
-    # Sets of words, one of which a template of the family contains. By default, it is the first mark.
+    # Sets of words, one of which a template of the family contains; None means the first mark.
     written: tuple[tuple[str, ...], ...] | None = None
     tokens: tuple[str, ...] = ()  # tokens in no other family's vocabulary
     model_types: tuple[str, ...] = ()  # model types whose templates have tools but no marks
