@@ -96,8 +96,8 @@ class AnswerFormat:
         if params.is_bare:
             return Parser(Markup(), mode, is_thinking=False, is_bound=is_bound, calls=calls)
         if self.is_harmony:
-            # Muse Glimmer writes `f.f` for a function `f`. Longer names come last, so that a
-            # function that is really named `f.f` keeps its name.
+            # Muse Glimmer writes `f.f` for a function `f`. A function named `f.f` comes later, and
+            # replaces this entry.
             own = {each: n for n in sorted(functions, key=len) for each in (f"{n}.{n}", n)}
             known = {written: functions[name] for written, name in own.items()}
 
@@ -179,7 +179,6 @@ class AnswerFormat:
         return any(end in "".join(map(self._spell, self._unspell(end))) for end in ends)
 
     def ids(self, tokens: Iterable[str]) -> frozenset[int]:
-        """Return the ids of the tokens that the vocabulary has."""
         ids = (self._backend.token_to_id(token) for token in tokens if token)
         return frozenset(token for token in ids if token is not None)
 

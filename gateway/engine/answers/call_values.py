@@ -37,8 +37,8 @@ class Reading:
 # Reads the calls at a place of a text. Returns None if a call is unfinished or may still change,
 # and raises ValueError if no call begins there.
 ReadCalls = Callable[[str, int, Schemas, Ending], Reading | None]
-# Reads one body of calls at a place of a text, given the marks that may close the body. Returns the
-# calls and the body's end. Raises Unfinished if the text ends first, or ValueError without a body.
+# Reads one body of calls at a place of a text, and returns the calls and the body's end. Raises
+# Unfinished if the text ends first, or ValueError without a body.
 ReadBody = Callable[[str, int, Schemas, Sequence[str]], tuple[list[Call], int]]
 
 
@@ -174,7 +174,7 @@ _MOST_SCHEMAS = 4096
 
 
 def _convert(text: str, types: frozenset[str]) -> Any:
-    """Return the value of a text if the value has one of the JSON `types`, else the text."""
+    """Return the value of a text if it has one of the JSON `types`, else the text."""
     if not types:
         return guess(text)
     if types != {"string"}:
@@ -294,7 +294,6 @@ def _list(value: Any) -> list[Any]:
 
 
 def type_of(value: Any) -> str:
-    """Return the name of a value's type in JSON Schema."""
     return next((name for name, holds in _TYPES.items() if holds(value)), "string")
 
 
@@ -307,7 +306,6 @@ def _followed(schema: Mapping[str, Any], word: str) -> list[Any]:
 
 
 def _resolve(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Any:
-    """Return the part of the root that `$ref` names, or None."""
     ref = schema.get("$ref")
     if not isinstance(ref, str) or not ref.startswith("#/"):
         return None
@@ -332,7 +330,6 @@ def as_cdata(value: Any) -> str:
 
 
 def write_gemma_value(delimiter: str, value: Any) -> str:
-    """Write a value as Gemma does: keys without quotes, strings between delimiters."""
     if isinstance(value, str):
         return f"{delimiter}{value}{delimiter}"
     if isinstance(value, list):
@@ -344,7 +341,6 @@ def write_gemma_value(delimiter: str, value: Any) -> str:
 
 
 def write_elements(mark: str, value: Any) -> str:
-    """Write a value as MiniMax M3 does: as elements with a mark before each tag."""
     if not isinstance(value, dict | list):
         return as_text(value)
     pairs = value.items() if isinstance(value, dict) else [("item", each) for each in value]

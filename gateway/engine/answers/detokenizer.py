@@ -48,7 +48,6 @@ class Vocabulary:
         return self._decode([*self.probe, token])[self._prefix :]
 
     def _bytes(self, token: int) -> bytes:
-        """Return the bytes of a token, which may be only part of a character."""
         text: str = self.text(token)
         if "\ufffd" not in text:
             return text.encode()
@@ -76,7 +75,7 @@ class Detokenizer:
         self._tokenizer = vocabulary.tokenizer
         self._stream = self._new_stream() if continues else DecodeStream(skip_special_tokens=False)
         self._is_first = not continues
-        self._held: list[int] = []  # tokens whose text has not been returned
+        self._held: list[int] = []
 
     @raise_panics
     def push(self, token: int) -> str:

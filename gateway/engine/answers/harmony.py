@@ -166,7 +166,7 @@ class HarmonyParser(AnswerParser):
             self._is_escaped = text.endswith("\\") and marks[-1:] == ["\\"]
 
     def _close(self, *, is_cut: bool = False) -> list[OutputPart]:
-        """End the message under way, and read its call. A call that was cut becomes text."""
+        """End the message under way, and read its call unless the call was cut."""
         self._is_json, self._is_in_string, self._is_escaped = None, False, False
         body, self._body = self._body, "none"
         call, self._call = spell_out("".join(self._call)), []
@@ -181,6 +181,6 @@ class HarmonyParser(AnswerParser):
             return [OutputPart(text=call)] if call else []
         try:
             calls = self._calls.write(self._read(self._recipient, call))
-        except Exception:  # any error of a reader makes the message text
+        except Exception:  # the message stays text after any error
             return [OutputPart(text=call)]
         return [OutputPart(call=call_delta) for call_delta in calls]

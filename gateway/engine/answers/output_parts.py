@@ -174,7 +174,6 @@ class CallWriter:
         return calls
 
     def begin(self, name: str) -> CallDelta:
-        """Return a call that has a name but no arguments yet."""
         place = self.count
         self.count += 1
         return CallDelta(place, self._new_id(name, self._earlier + place), name)

@@ -315,7 +315,7 @@ def _pattern(form: str) -> str:
     pattern = ""
     for before, quote, field in zip(pieces[::3], pieces[1::3], pieces[2::3], strict=False):
         words = [regex.escape(word).replace("=", r"\s*+=\s*+") for word in before.split()]
-        if field not in _NAMES:  # an optional attribute
+        if field not in _NAMES:
             pattern += rf"(?:\s++{words[-1]}{_QUOTE}(?P<kind>\w+){_QUOTE})?"
         elif quote:
             pattern += rf"{_ATTRIBUTES.join(words)}{_QUOTED.format(field)}(?=[\s<>])"

@@ -39,7 +39,7 @@ class Markup:
     calls: tuple[str, ...] = ()
     call_ends: tuple[str, ...] = ()
     words: tuple[str, ...] = ("",)  # marks that may also stand in other text
-    noise: tuple[str, ...] = ()  # marks that are dropped
+    noise: tuple[str, ...] = ()
     around: tuple[str, ...] = ()  # marks around all calls
     bare: Any = None  # a `regex.Pattern` of how answers begin with a call without marks
     read: ReadCalls | None = None
@@ -344,7 +344,7 @@ class _Tail:
     """The text since a mark that may begin a call, and when to read that text."""
 
     def __init__(self, opening: str) -> None:
-        self.opening = opening  # empty for a call without marks
+        self.opening = opening
         self.size = len(opening)
         self._pieces = [opening]
         self._reads = 0

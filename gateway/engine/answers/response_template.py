@@ -70,9 +70,9 @@ class ResponseTemplate:
     def _ask(self, text: str | None, prefix: str, functions: Mapping[str, Any]) -> tuple[str, Any]:
         tools = [{"name": name, "parameters": each} for name, each in functions.items()]
         given = {"text": text, "prefix": prefix, "tools": tools}
-        most = 2 * len(f"{text}{prefix}")  # characters of the message as JSON
+        most = 2 * len(f"{text}{prefix}")
         request = {**self._request, **given, "max_chars": most}
-        # The key covers the text, too: a pattern that runs forever on one text may read another.
+        # The key covers the text, because a pattern that hangs on one text may read another.
         key = hashlib.blake2b(json.dumps(request).encode(), digest_size=32).digest()
         outcome, value = self._sandbox(request, key)
         if outcome in ("busy", "killed"):  # other work caused this, and may be over

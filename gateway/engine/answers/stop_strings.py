@@ -7,7 +7,7 @@ def held_back(text: str, marks: Collection[str]) -> int:
     """Return how many characters at the end of `text` may begin one of `marks`."""
     longest = max(map(len, marks), default=1) - 1
     if not any(mark[:1] in text for mark in marks):
-        return 0  # the usual case
+        return 0
     for size in range(min(longest, len(text)), 0, -1):
         if any(mark.startswith(text[-size:]) for mark in marks):
             return size
@@ -27,7 +27,6 @@ class StopScanner:
         return self.met is not None
 
     def push(self, piece: str) -> str:
-        """Return the text that belongs to no stop string."""
         if self.is_stopped:
             return ""
         if not self._stops:

@@ -89,7 +89,6 @@ def is_free(calls: Grammar) -> bool:
 
 
 def with_schemas(source: str, schemas: Mapping[str, Schema]) -> str:
-    """Return a grammar of calls, with a rule added for each schema."""
     return "\n".join([source, *(f"{rule}: {_json(schemas[rule])}" for rule in schemas)])
 
 

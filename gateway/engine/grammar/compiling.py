@@ -39,7 +39,7 @@ from gateway.jobs.chat import Grammar
 LIMITS: Final[Mapping[str, Any]] = {"max_lexer_states": 50_000, "verbose_errors": False}
 # The number of copies of a matcher that share a lexer, whose number of states only grows.
 RENEW_AFTER: Final = 256
-BUSY_S: Final = 2.0  # seconds after which a caller should retry
+BUSY_S: Final = 2.0
 _MAX_BYTES: Final = 1 << 30  # bytes of memory in the sandbox; grammars used 0.13 GB at most
 # Strings, regexes and comments. Unclosed strings and regexes match, too: otherwise the search would
 # begin again at each quote inside them, and hold the GIL meanwhile.
@@ -64,7 +64,7 @@ class GrammarBounds:
     max_depth: int = 128
     max_path: int = 400  # subschemas in a chain of nested subschemas and references
     max_text_chars: int = 32 * 1024
-    max_calls_chars: int = 4 * 1024 * 1024  # characters of a whole grammar of calls
+    max_calls_chars: int = 4 * 1024 * 1024
     max_choices: int = 4096
 
 
@@ -75,7 +75,7 @@ class CompiledGrammar:
     begin: Callable[[], GrammarState]
     eos_ids: Collection[int]
     begin_alone: Callable[[], GrammarState] | None = None  # makes a state with an unshared lexer
-    unenforced: tuple[str, ...] = ()  # JSON pointers to keywords of the schema
+    unenforced: tuple[str, ...] = ()  # JSON pointers to keywords that were left out
 
     def matcher(self, tokens: Sequence[int] = ()) -> Matcher:
         """Return a matcher that has taken these tokens."""
@@ -173,7 +173,6 @@ def _of_function(function: str, error: BadRequest) -> BadRequest:
 
 
 def _reword(grammar: Grammar, problem: str) -> str:
-    """Return a message for the caller, made from llguidance's message."""
     place = _PLACE.match(problem)
     match = _REASON.search(problem)
     reason = _PLACE.sub("", problem.partition("\n")[0], count=1)
@@ -196,7 +195,6 @@ def _within(grammar: Grammar, max_chars: int) -> str:
 
 
 def _regex_of(grammar: Grammar, bounds: GrammarBounds) -> str:
-    """Return the regex of a regex or choice grammar. Raises BadRequest."""
     if grammar.kind == "regex":
         return _within(grammar, bounds.max_text_chars)
     try:
@@ -216,7 +214,6 @@ def _refusal(message: str, code: str = "invalid_grammar") -> BadRequest:
 
 
 def _to_lark(source: str) -> str:
-    """Convert a grammar to Lark's format if it is in llama.cpp's GBNF."""
     if _GBNF.search(source):
         try:
             source = any_to_lark(source)
@@ -245,8 +242,6 @@ def _is_unclosed(text: re.Match[str]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Compiler:
-    """Compiles one model's grammars."""
-
     tokenizer: GrammarTokenizer
     sandbox: Sandbox | None
     shape: Shape
@@ -264,7 +259,7 @@ class _Compiler:
     def compile_held(
         self, part: Held, options: Mapping[str, Any] = COMPACT
     ) -> tuple[Node, CompiledGrammar]:
-        """Compile a schema, tightened if possible. Return the compiled schema and the grammar."""
+        """Compile a schema, tightened if possible, and return the compiled schema, too."""
         problem = ""
         shaped = shape_schema(part.schema, self.shape)
         forms = [shaped]
@@ -284,7 +279,6 @@ class _Compiler:
     def compile_calls(
         self, grammar: Grammar, forms: Mapping[str, Schema]
     ) -> tuple[CompiledGrammar, Sequence[str]]:
-        """Return the compiled grammar and llguidance's warnings; `forms` has the rules' schemas."""
         source = with_schemas(grammar.source, forms)
         if len(source) > self.bounds.max_calls_chars:
             raise _refusal(

@@ -37,7 +37,7 @@ class TextTokens:
 
     ids: Mapping[bytes, Sequence[int]]  # by the tokens' bytes
     not_text: Mask  # (words,), all other tokens
-    spell: Callable[[Sequence[int]], bytes] | None = None  # the bytes of tokens, only for JSON
+    spell: Callable[[Sequence[int]], bytes] | None = None  # set only for JSON
 
     def with_marks(self, marks: Collection[int]) -> "TextTokens":
         """Return a copy in which these control tokens count as text."""
@@ -67,11 +67,9 @@ class GrammarState:
 
     @property
     def is_over(self) -> bool:
-        """Return True if no further token is possible."""
         return self.matcher.is_stopped()
 
     def advance(self, token: int) -> str | None:
-        """Take a token, and return the error if the grammar does not allow it."""
         self.matcher.consume_token(token)
         if self._texts.spell is not None:
             self._open = open_part(self._open + self._texts.spell([token]))
@@ -154,7 +152,6 @@ class Matcher:
 
     @property
     def is_over(self) -> bool:
-        """Return True if the answer is whole and cannot continue."""
         return self.error is None and (
             self._has_ended or (self.state.is_over and self.state.may_end)
         )
@@ -175,7 +172,6 @@ class Matcher:
                 self._retry()
 
     def replay(self, tokens: Sequence[int]) -> None:
-        """Take several tokens."""
         for token in tokens:
             self.consume(token)
 
@@ -198,7 +194,6 @@ class Matcher:
         self._settle(row)
 
     def settle(self, row: Mask) -> None:
-        """Complete a mask that llguidance has written."""
         if self.state.problem() is not None:
             return self.allowed(row)
         self.state.mend(row)
@@ -219,7 +214,7 @@ class Matcher:
             self._settle(row)
 
     def _retry(self) -> bool:
-        """Replay all tokens with an unshared lexer. Return True if this succeeds."""
+        """Replay all tokens with an unshared lexer, and return True if this succeeds."""
         if self._alone is None:
             return False
         state, self._alone = self._alone(), None
@@ -260,14 +255,13 @@ class BoundRow:
     barred: Collection[int]  # tokens that are forbidden unless the grammar allows no others
 
     def forced(self, most: int) -> list[int]:
-        """Return up to `most` next tokens that the grammar forces."""
         return [] if self.opening is not None else self.matcher.forced_tokens()[:most]
 
 
 def apply_masks(logits: mx.array, bitmask: Mask, rows: Sequence[int]) -> mx.array:
-    """Return (batch, vocabulary) logits with -inf for tokens that the masks exclude or lack.
+    """Return (batch, vocabulary) logits with -inf for tokens that the masks do not allow.
 
-    `bitmask`, (len(rows), words), applies to these `rows` of the batch.
+    `bitmask` is (len(rows), words), and `rows` are indices in the batch.
     """
     if not len(rows):
         return logits

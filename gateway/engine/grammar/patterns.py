@@ -21,13 +21,12 @@ _ATOM: Final = "[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]+"
 _LABEL: Final = "[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
 # Dates and times of RFC 3339, without second 60, which parsers such as Python's refuse.
 _DATES: Final = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}T{_TIME}$"}
-# Patterns of formats. Most validators require a dot in the domain of an email.
+# Most validators require a dot in the domain of an email.
 OWN_FORMATS: Final = {**_DATES, "email": rf"^{_ATOM}(?:\.{_ATOM})*@(?:{_LABEL}\.)+{_LABEL}$"}
-# Formats that llguidance enforces.
-FORMATS: Final = frozenset({"duration", "hostname", "ipv4", "ipv6", "uri", "uuid"})
+FORMATS: Final = frozenset({"duration", "hostname", "ipv4", "ipv6", "uri", "uuid"})  # llguidance's
 ENDLESS_FORMATS: Final = frozenset({"duration", "hostname", "uri"})  # without a longest value
 _WIDEST: Final = 10_000  # characters that a match may have before it counts as unbounded
-_MOST_REPEATED: Final = 2_000  # llguidance fails within an answer if a pattern has more
+_MOST_REPEATED: Final = 2_000  # nested repetitions that llguidance can match
 # An unclosed class matches, too: otherwise the search would begin again at each bracket, and hold
 # the GIL meanwhile.
 _CLASS: Final = r"\[(?P<excludes>\^)?(?P<body>(?:\\.|[^\]\\])*)(?P<end>\])?"

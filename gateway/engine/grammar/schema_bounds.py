@@ -240,7 +240,7 @@ def _bound_counts(node: Node, limits: Node) -> Node:
 
 
 def _places_near(bound: float) -> int:
-    """Return two decimal places more than a bound has."""
+    """Return the decimal places of a bound and two more."""
     exponent = Decimal(str(bound)).normalize().as_tuple().exponent
     return 2 - min(0, int(exponent))
 
@@ -267,7 +267,7 @@ def _open_ref(depth: int) -> Node:
 
 
 def _open_levels(limits: Node) -> Node:
-    """Return definitions of any value, one for each depth up to _OPEN_DEPTH."""
+    # One definition per depth of nesting, because a model may nest values forever.
     name = _OPEN.removeprefix("#/$defs/")
     scalar = _bound_counts({"type": ["string", "number", "boolean", "null"]}, limits)
     scalar = _limit(scalar, limits)

@@ -65,7 +65,7 @@ def refusal(message: str) -> BadRequest:
     return BadRequest(message, part="answer_form", code="invalid_json_schema")
 
 
-# ── Read and checked ──────────────────────────────────────────────────────────────────────────
+# ── Reading and checking ──────────────────────────────────────────────────────────────────────────
 
 
 def parse_schema(text: str, *, max_bytes: int, max_depth: int) -> Schema:
@@ -128,7 +128,6 @@ def check_draft(schema: Schema) -> None:
 
 
 def _problem(keyword: str, kind: Any) -> str:
-    """Describe an error of jsonschema_rs."""
     if kind.name == "type":
         nouns = [f"an {name}" if name[0] in "aio" else f"a {name}" for name in kind.types]
         return f"must be {' or '.join(nouns)}"
@@ -145,7 +144,7 @@ def _own_schema(draft: Draft) -> Any:
     return jsonschema_rs.validator_for(REGISTRY.contents(draft.value), validate_formats=False)
 
 
-# ── Walked and rebuilt ────────────────────────────────────────────────────────────────────────
+# ── Walking and rebuilding ────────────────────────────────────────────────────────────────────────
 
 
 def steps(node: Node) -> Iterator[tuple[str, Node]]:
@@ -208,7 +207,6 @@ def _bare(node: Schema) -> Schema:
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """Return True for a JSON number, which a boolean is not."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
@@ -228,8 +226,7 @@ def resolve(root: Schema, ref: str) -> Schema | None:
     if ref != "#" and not ref.startswith("#/"):
         return None
     target = root
-    # A pointer is percent-encoded (RFC 6901, section 6).
-    for part in urllib.parse.unquote(ref[1:]).split("/")[1:]:
+    for part in urllib.parse.unquote(ref[1:]).split("/")[1:]:  # RFC 6901, section 6
         name = part.replace("~1", "/").replace("~0", "~")
         if isinstance(target, dict) and name in target:
             target = target[name]

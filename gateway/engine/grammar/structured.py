@@ -91,17 +91,16 @@ class StructuredOutput:
         )
 
     def matches_schema(self, schema: str, answer: str) -> bool | None:
-        """Return whether a finished answer fits a JSON Schema, or None if the check failed."""
         return fits(schema, answer, self._sandbox)
 
     def mask(self, logits: mx.array, bound: Sequence[BoundRow]) -> mx.array:
         """Return (rows, vocabulary) logits with -inf for the tokens that grammars exclude."""
-        assert self._tokenizer is not None  # rows with a matcher need a tokenizer
+        assert self._tokenizer is not None
         forced = [row.forced(1) for row in bound]
         bitmask = np.zeros((len(bound), self._tokenizer.words), dtype=np.uint32)
         self._masks.fill([row.matcher for row in bound], bitmask)
         for mask, row, tokens in zip(bitmask, bound, forced, strict=True):
-            if tokens:  # a pass over several forced tokens reads the same token
+            if tokens:  # as in a pass over several forced tokens
                 mask[:] = 0
                 mask[tokens[0] // 32] = np.uint32(1 << (tokens[0] % 32))
             if row.opening is not None:

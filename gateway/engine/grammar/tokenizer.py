@@ -20,7 +20,7 @@ from gateway.engine.grammar.matching import TextTokens, words
 from gateway.panics import as_exception
 
 _BYTE = '"<0x0A>"'  # a token of vocabularies that have a token for each byte
-_PAUSE_S = 0.01  # seconds between two parts
+_PAUSE_S = 0.01
 
 
 # llguidance 1.9.1 holds the GIL while it reads added tokens: 1 s for 20,000 tokens, 180 s for

@@ -245,11 +245,11 @@ _RULES: Final[Sequence[Callable[[Node], Iterator[str]]]] = (
 )
 
 
-# ── Alternatives of which only one may fit ────────────────────────────────────────────────────
+# ── Alternatives that exclude each other ────────────────────────────────────────────────────
 
 
 def _hold_one_of(node: Node, root: Node) -> bool:
-    """Replace `oneOf` by `anyOf`. Return True if no value fits two of the alternatives."""
+    """Replace `oneOf` by `anyOf`, and return True if no value fits two of the alternatives."""
     ways = node.pop("oneOf")
     targets = [_target(way, root) for way in ways]
     required = frozenset(node.get("required", ()))
@@ -326,7 +326,6 @@ def _target(schema: Schema, root: Node) -> Schema:
 
 
 def _property(node: Node, name: str) -> Schema:
-    """Return the schema of a property, which is a boolean for undeclared properties."""
     if name in node.get("properties", {}):
         return node["properties"][name]
     return node.get("additionalProperties") is not False or "patternProperties" in node
@@ -368,7 +367,6 @@ def why(part: Held, problem: str) -> str:
 
 
 def _problem_of(pattern: str) -> str:
-    """Return llguidance's message about a single pattern."""
     return LLMatcher.validate_grammar(grammar_from("json_schema", json.dumps({"pattern": pattern})))
 
 
