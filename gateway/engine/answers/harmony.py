@@ -181,6 +181,6 @@ class HarmonyParser(AnswerParser):
             return [OutputPart(text=call)] if call else []
         try:
             calls = self._calls.write(self._read(self._recipient, call))
-        except Exception:  # the message stays text after any error
+        except Exception:  # a call that cannot be read is text
             return [OutputPart(text=call)]
         return [OutputPart(call=call_delta) for call_delta in calls]

@@ -131,7 +131,7 @@ class Pairs:
         if head.partial:
             return None
         name = _unquote(head["name"])
-        is_word = bool(head["empty"]) and self.marks == self.blocks  # marks around a name
+        is_word = bool(head["empty"]) and self.marks == self.blocks  # only a name between marks
         if (is_bare or is_word) and name not in schemas:
             raise ValueError("no function has that name")
         if head["empty"]:

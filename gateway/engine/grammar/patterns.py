@@ -23,7 +23,8 @@ _LABEL: Final = "[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
 _DATES: Final = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}T{_TIME}$"}
 # Most validators require a dot in the domain of an email.
 OWN_FORMATS: Final = {**_DATES, "email": rf"^{_ATOM}(?:\.{_ATOM})*@(?:{_LABEL}\.)+{_LABEL}$"}
-FORMATS: Final = frozenset({"duration", "hostname", "ipv4", "ipv6", "uri", "uuid"})  # llguidance's
+# Formats that llguidance enforces.
+FORMATS: Final = frozenset({"duration", "hostname", "ipv4", "ipv6", "uri", "uuid"})
 ENDLESS_FORMATS: Final = frozenset({"duration", "hostname", "uri"})  # without a longest value
 _WIDEST: Final = 10_000  # characters that a match may have before it counts as unbounded
 _MOST_REPEATED: Final = 2_000  # nested repetitions that llguidance can match

@@ -65,7 +65,7 @@ def refusal(message: str) -> BadRequest:
     return BadRequest(message, part="answer_form", code="invalid_json_schema")
 
 
-# ── Reading and checking ──────────────────────────────────────────────────────────────────────────
+# ── Reading and checking ──────────────────────────────────────────────────────────────────────
 
 
 def parse_schema(text: str, *, max_bytes: int, max_depth: int) -> Schema:
@@ -144,7 +144,7 @@ def _own_schema(draft: Draft) -> Any:
     return jsonschema_rs.validator_for(REGISTRY.contents(draft.value), validate_formats=False)
 
 
-# ── Walking and rebuilding ────────────────────────────────────────────────────────────────────────
+# ── Walking and rebuilding ────────────────────────────────────────────────────────────────────
 
 
 def steps(node: Node) -> Iterator[tuple[str, Node]]:

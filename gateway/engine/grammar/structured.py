@@ -100,7 +100,8 @@ class StructuredOutput:
         bitmask = np.zeros((len(bound), self._tokenizer.words), dtype=np.uint32)
         self._masks.fill([row.matcher for row in bound], bitmask)
         for mask, row, tokens in zip(bitmask, bound, forced, strict=True):
-            if tokens:  # as in a pass over several forced tokens
+            # Decoding must choose the same token that a pass over forced tokens reads.
+            if tokens:
                 mask[:] = 0
                 mask[tokens[0] // 32] = np.uint32(1 << (tokens[0] % 32))
             if row.opening is not None:

@@ -245,7 +245,7 @@ _RULES: Final[Sequence[Callable[[Node], Iterator[str]]]] = (
 )
 
 
-# ── Alternatives that exclude each other ────────────────────────────────────────────────────
+# ── Alternatives that exclude each other ──────────────────────────────────────────────────────
 
 
 def _hold_one_of(node: Node, root: Node) -> bool:
