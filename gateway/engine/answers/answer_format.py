@@ -1,6 +1,4 @@
-"""A model's answer formats. For a sequence they make the parsers of its tokens, and the tracker of
-its thinking.
-"""
+"""Makes the parsers of a model's answers."""
 
 import math
 import re
@@ -31,10 +29,7 @@ from gateway.jobs.steps import SequenceParams
 
 
 class AnswerFormat:
-    """A model's formats for calls and reasoning, with its tokens. Stateless: threads may share it.
-
-    `eos_ids` are the tokens that end an answer.
-    """
+    """A model's formats for calls and reasoning. Threads may share it."""
 
     def __init__(
         self,
@@ -57,20 +52,17 @@ class AnswerFormat:
 
     @property
     def reads_calls(self) -> bool:
-        """Return True if the model's own call format is known."""
         return self.tools is not NO_TOOLS
 
     @property
     def call_ids(self) -> frozenset[int]:
-        """Return the ids of the marks of calls; none if a grammar cannot constrain the format."""
+        """Return the ids of the marks around calls, or none if no grammar describes the format."""
         if not self.tools.is_json:
             return frozenset()
         return self.ids(mark for pair in self.tools.marks for mark in pair)
 
     def call_format(self, is_special: Callable[[int], bool]) -> CallFormat | None:
-        """Return the model's own call format for a grammar: JSON between marks, or separate
-        messages. None for any other format.
-        """
+        """Return the model's call format for a grammar, or None if no grammar describes it."""
         if self.tools.is_separate:
             return CallFormat("", "", is_special=True, closing_is_special=True, is_separate=True)
         if not self.tools.is_json:
@@ -80,7 +72,6 @@ class AnswerFormat:
         return CallFormat(start, end, *(i is not None and is_special(i) for i in ids))
 
     def output_processor(self, params: SequenceParams) -> OutputProcessor:
-        """Return the processor that turns the tokens of a sequence into parts."""
         return OutputProcessor(
             Detokenizer(self._vocabulary, continues=params.is_bare or params.is_continued),
             self.parser(params),
@@ -90,9 +81,6 @@ class AnswerFormat:
         )
 
     def parser(self, params: SequenceParams) -> AnswerParser:
-        """Return the parser that splits the text of a sequence into its answer, thoughts
-        and calls.
-        """
         tools, calling, is_bound = self.tools, params.calling, params.grammar is not None
         functions: dict[str, Mapping[str, Any]] = {}
         mode: Mode = "none"
@@ -108,8 +96,8 @@ class AnswerFormat:
         if params.is_bare:
             return Parser(Markup(), mode, is_thinking=False, is_bound=is_bound, calls=calls)
         if self.is_harmony:
-            # Muse Glimmer writes `f.f` for a function `f` without a namespace. Longer names come
-            # later, so a function that is itself named `f.f` keeps its name.
+            # Muse Glimmer writes `f.f` for a function `f`. A function named `f.f` comes later, and
+            # replaces this entry.
             own = {each: n for n in sorted(functions, key=len) for each in (f"{n}.{n}", n)}
             known = {written: functions[name] for written, name in own.items()}
 
@@ -150,21 +138,17 @@ class AnswerFormat:
         )
 
     def call_writer(self, params: SequenceParams) -> CallWriter:
-        """Return the writer that numbers the calls of a sequence. If calls may not be parallel, the
-        writer drops all calls after the first.
-        """
         calling = params.calling
         is_single = calling is not None and not (calling.forced or calling.parallel)
         limit = 1 if is_single else math.inf
         return CallWriter(self.tools.new_id, params.earlier_calls, limit=limit)
 
     def thinking(self, params: SequenceParams) -> Thinking:
-        """Return a tracker of whether a sequence is thinking, judged by its tokens."""
         spell, pattern = self._spell, self.marks.pattern
         if self.is_harmony:
             stops = self.eos_ids
             if params.calling is not None and not params.calling.forced:
-                stops -= self.ids(("<|call|>",))  # a call made in a thought may end the answer
+                stops -= self.ids(("<|call|>",))  # a call inside a thought may end the answer
             return Thinking(
                 spell,
                 answer_begins(pattern),
@@ -195,7 +179,6 @@ class AnswerFormat:
         return any(end in "".join(map(self._spell, self._unspell(end))) for end in ends)
 
     def ids(self, tokens: Iterable[str]) -> frozenset[int]:
-        """Return the ids of those tokens that the vocabulary has."""
         ids = (self._backend.token_to_id(token) for token in tokens if token)
         return frozenset(token for token in ids if token is not None)
 
@@ -212,7 +195,7 @@ class AnswerFormat:
         opens, opens_after, tail = self.ids(self.reasoning.starts), "", ""
         if self.is_harmony:
             opens, opens_after = frozenset(self._unspell("analysis")[:1]), "<|channel|>"
-            [tail] = self._thought_ends(may_call=True)  # the prompt's end
+            [tail] = self._thought_ends(may_call=True)  # the usual end of a prompt
             tail = self.marks.pattern(params.opening) or tail
         return ThinkingBudget(
             params.thinking_budget,
@@ -226,7 +209,7 @@ class AnswerFormat:
         )
 
     def _unspell(self, text: str) -> list[int]:
-        """Return the token ids of a text whose tokens are spelled."""
+        """Return the ids of a text with spelled tokens (output_parts.py)."""
         return list(self._backend.encode(spell_out(text), add_special_tokens=False).ids)
 
     def _spell(self, token: int) -> str:

@@ -1,8 +1,4 @@
-"""Reads calls whose bodies are JSON or Python, between two marks or after an opening mark.
-
-A body ends where its JSON or Python ends. Malformed JSON is repaired once its end is known: line
-breaks, escapes, Python's quotes and literals, and one missing brace before a closing mark.
-"""
+"""Reads calls whose bodies are JSON or Python, between two marks or after an opening mark."""
 
 import ast
 import json
@@ -29,7 +25,7 @@ from gateway.engine.answers.call_values import (
     write_call,
 )
 
-Body = tuple[list[Call], int]  # a body's calls, and the place where the body ends
+Body = tuple[list[Call], int]  # the calls of a body, and the place where the body ends
 _BETWEEN = re.compile(r"(?:[\s;,]|```\w*)*+")  # separators between bodies
 _AFTER = re.compile(r"[\s;,`)\]}]*+")  # surplus brackets after the last body
 _DECODER = json.JSONDecoder(strict=False)  # strings may hold line breaks and tabs
@@ -50,26 +46,20 @@ _NAME = re.compile(r"[\w.$-]*+\s*+")
 
 @dataclass(frozen=True, slots=True)
 class Bodies:
-    """The call format of one model family, for reading and writing.
-
-    `marks` are pairs of an opening and a closing mark; the latter is empty if only the answer's
-    end ends the calls. `call` and `pair` are the forms of a call and of one of its arguments that
-    `write_call` (call_values.py) fills.
-    """
+    """The call format of one model family."""
 
     read_body: ReadBody
-    marks: Sequence[tuple[str, str]] = ()
+    marks: Sequence[tuple[str, str]] = ()  # opening and closing marks; a closing mark may be ""
     call: str = '{{"name": "{name}", "arguments": {arguments}}}'
     pair: str = ""
     write_value: Callable[[Any], str] = str
-    is_list: bool = False  # all calls stand in one list between two marks
+    is_list: bool = False  # one list has all calls
 
     def __call__(self, text: str, at: int, schemas: Schemas, ending: Ending) -> Reading | None:
         begun = [pair for pair in self.marks if text.startswith(pair[0], at)][:1]
         closers = tuple(end for _, end in begun or self.marks if end)
         begin = at + sum(len(start.removesuffix("[")) for start, _ in begun)
-        # The call may be unfinished while the answer grows and, if the answer was cut, until the
-        # end mark comes. A model that ends its answer itself may leave out the mark.
+        # A call in a cut answer is unfinished without its closing mark.
         is_open = ending is Ending.MORE or (ending is Ending.CUT and bool(begun and closers))
         try:
             read = self._read_bodies(text, begin, schemas, closers)
@@ -87,7 +77,7 @@ class Bodies:
             return Reading(calls, end)
         if place == len(text):
             return None if is_open else Reading(calls, place)
-        # Other text follows. It may be part of the call if the end mark comes after it.
+        # The text that follows may belong to the call if a closing mark comes after it.
         is_last = ending is Ending.END and bool(begun and closers)
         return Reading(calls, end) if is_last and closers[0] not in text[place:] else None
 
@@ -103,7 +93,6 @@ class Bodies:
         return gap.join(f"{start}{text}{end}" for text in texts)
 
     def _read_bodies(self, text: str, at: int, schemas: Schemas, closers: Sequence[str]) -> Reading:
-        """Read consecutive calls, up to the first that cannot be read."""
         marks = (*closers, *(start for start, _ in self.marks))
         calls, end = self.read_body(text, skip(_BETWEEN, text, at), schemas, closers)
         begin = skip(_BETWEEN, text, end)
@@ -123,9 +112,9 @@ class Bodies:
 def read_json(
     text: str, at: int, schemas: Schemas, closers: Sequence[str], *, is_named: bool = False
 ) -> Body:
-    """Read a JSON object that is a call, or a list of such objects.
+    """Read a JSON object that is a call, or a list of these objects.
 
-    `is_named`: each object has function names as keys and the calls' arguments as values.
+    `is_named` means that each object maps function names to arguments.
     """
     at = skip(SPACE, text, at)
     if at < len(text) and text[at] not in "[{":
@@ -138,17 +127,14 @@ def read_json(
 
 
 def read_arguments(name: str, text: str) -> Call:
-    """Return a call of `name` with the arguments in `text`; empty text means no arguments.
-    Raises ValueError.
-    """
+    """Return a call of `name` with the arguments in `text`. Raises ValueError."""
     return _call({"name": name, "arguments": text})
 
 
 def read_mistral(text: str, at: int, schemas: Schemas, closers: Sequence[str]) -> Body:
-    """Read Mistral's calls: a JSON list, or since v11 `name[CALL_ID]id[ARGS]{…}`.
+    """Read Mistral's calls, a JSON list or since v11 `name[CALL_ID]id[ARGS]{…}`.
 
-    Sources: mistral-common's encoding of assistant messages, and vLLM's tests, in which [ARGS] is
-    missing because the tokenizer drops it.
+    Sources: mistral-common, and vLLM's tests, where [ARGS] may be missing.
     """
     if text.startswith(("[", "{"), skip(SPACE, text, at)):
         return read_json(text, at, schemas, closers)
@@ -156,24 +142,20 @@ def read_mistral(text: str, at: int, schemas: Schemas, closers: Sequence[str]) -
 
 
 def read_deepseek(text: str, at: int, schemas: Schemas, closers: Sequence[str]) -> Body:
-    """Read DeepSeek's calls: `function<sep>name` before fenced JSON (V3, R1), or `name<sep>{…}`
-    (V3.1).
-    """
+    """Read DeepSeek's calls, with fenced JSON in V3 and R1, and plain JSON in V3.1."""
     return _read_headed(_DEEPSEEK, text, at, closers)
 
 
 def read_kimi(text: str, at: int, schemas: Schemas, closers: Sequence[str]) -> Body:
-    """Read Kimi K2's calls, `functions.f:0<|tool_call_argument_begin|>{…}`, also with ids of
-    another form. The call keeps its id only if K2's template knows the form.
-    """
+    """Read Kimi K2's calls, which begin with an id such as `functions.f:0`."""
     calls, end = _read_headed(_KIMI, text, at, closers)
     return calls_of([_kimi_call(call, schemas) for call in calls]), end
 
 
 def _kimi_call(call: Call, schemas: Schemas) -> Call:
-    """Replace a call's name, which is the id that the model wrote, by a function's name: the name
-    in the id or else that of the only function that fits the arguments. Otherwise the
-    name becomes empty.
+    """Replace the id that was read as a call's name by the name of the function.
+
+    The name is empty if neither the id nor the arguments tell which function is meant.
     """
     call_id, given = call["name"], set(call["arguments"])
     names = "|".join(map(re.escape, sorted(schemas, key=len, reverse=True)))
@@ -191,16 +173,14 @@ def _kimi_call(call: Call, schemas: Schemas) -> Call:
 
 
 def _read_headed(pattern: Any, text: str, at: int, closers: Sequence[str]) -> Body:
-    """Read a call: a head that `pattern` matches, whose groups are the call's keys, and JSON."""
+    """Read a call's head, whose groups are keys of the call, and its arguments."""
     head = match_head(pattern, text, at)
     arguments, end = _read_value(text, head.end(), closers)
     return calls_of([{**head.groupdict(), "arguments": arguments}]), end
 
 
 def match_head(pattern: Any, text: str, at: int) -> Any:
-    """Match the head before a body. Raises Unfinished if the text ends inside the head, and
-    ValueError if there is no head.
-    """
+    """Match the head of a call. Raises Unfinished if the head is cut, or else ValueError."""
     head = pattern.match(text, at, partial=True)
     if head is None:
         raise ValueError("no call")
@@ -210,9 +190,7 @@ def match_head(pattern: Any, text: str, at: int) -> Any:
 
 
 def _read_value(text: str, at: int, closers: Sequence[str]) -> tuple[Any, int]:
-    """Return a JSON value and the place where it ends. A value that cannot be read becomes an
-    empty list.
-    """
+    """Return a JSON value, or [] if it cannot be read, and the place where it ends."""
     try:
         return _DECODER.raw_decode(text, at)
     except UNREADABLE:
@@ -221,7 +199,7 @@ def _read_value(text: str, at: int, closers: Sequence[str]) -> tuple[Any, int]:
 
 
 def _mend(text: str) -> Any:
-    """Return the value of malformed JSON, or an empty list if it cannot be repaired."""
+    """Return the value of malformed JSON, or [] if it cannot be repaired."""
     escaped = _BAD_ESCAPE.sub(lambda match: match[1] or match[2] or r"\\", text)
     for read, source in ((_DECODER.decode, escaped), (read_literal, text)):
         try:
@@ -232,7 +210,7 @@ def _mend(text: str) -> Any:
 
 
 def calls_of(values: Iterable[Any]) -> list[Call]:
-    """Return JSON values as calls; an empty list if any of them isn't a call."""
+    """Return JSON values as calls, or no calls if any value isn't a call."""
     try:
         return [_call(value) for value in values]
     except (*UNREADABLE, AttributeError):
@@ -245,7 +223,7 @@ def _call(value: Any) -> Call:
     name = value.get("name") or value.get("tool_name") or value["function"]
     given: tuple[Any, ...] = (value.get("arguments"), value.get("parameters"), {})
     arguments = next(each for each in given if each is not None)
-    if isinstance(arguments, str):  # some models write an object inside a string
+    if isinstance(arguments, str):  # some models write the object as a string
         arguments = _mend(arguments) if arguments.strip() else {}
     if not (isinstance(name, str) and name and isinstance(arguments, dict)):
         raise ValueError("not a call")
@@ -256,11 +234,7 @@ def _call(value: Any) -> Call:
 
 
 def read_python(text: str, at: int, schemas: Schemas, closers: Sequence[str]) -> Body:
-    """Read a Python list of calls, or JSON: Llama 3.2 and 4 write either, LFM2 only the list.
-
-    A single call without brackets, such as Llama 3.1's `f.call(a="x")`, must name a function in
-    `schemas`.
-    """
+    """Read a Python list of calls, JSON, or one Python call of a function in `schemas`."""
     at = skip(SPACE, text, at)
     if _IS_JSON.match(text, at):
         return read_json(text, at, schemas, closers)
@@ -284,8 +258,7 @@ def _own_name(name: str, schemas: Schemas) -> str:
 
 
 def _python_call(node: ast.expr, names: Mapping[str | None, str], schemas: Schemas) -> Call:
-    # Only keyword arguments are read: nothing says which parameter the 1 in `f(1)` is. Values must
-    # be literals: `f(a=1+2)` is not a call.
+    # A schema does not order its parameters, so positional arguments cannot be read.
     if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)) or node.args:
         raise ValueError("not a call by names")
     arguments = {names[each.arg]: ast.literal_eval(each.value) for each in node.keywords}

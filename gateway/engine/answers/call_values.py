@@ -1,8 +1,4 @@
-"""The types of calls and of their readers, and the parts that all call formats share.
-
-An argument's text is converted to a value by its schema, JSON and Python are read as models write
-them, and calls are written as text.
-"""
+"""Code that all call formats share: converts arguments to values, and writes calls as text."""
 
 import ast
 import json
@@ -13,12 +9,12 @@ from enum import Enum, auto
 from functools import lru_cache, partial
 from typing import Any
 
-Schemas = Mapping[str, Mapping[str, Any]]  # each function's parameters (JSON Schema), by its name
+Schemas = Mapping[str, Mapping[str, Any]]  # JSON Schemas of parameters, by function name
 Call = Mapping[str, Any]  # keys "name", "arguments" and, if the model wrote one, "id"
 
 
 class Ending(Enum):
-    """How a text ends: more follows, the model ended it, or it was cut at its maximum length."""
+    """How a text ends: more follows, the model ended it, or the length limit cut it."""
 
     MORE = auto()
     END = auto()
@@ -26,34 +22,28 @@ class Ending(Enum):
 
 
 class Unfinished(ValueError):
-    """Raised for a text that ends before the call in it does."""
+    """Raised if a text ends inside a call."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """The calls read at a place of a text, and the place after them and their closing mark.
+    """The calls that were read at one place of a text."""
 
-    If there are no calls, everything up to `end` is plain text and is not read again. `is_last`:
-    the rest of the text is plain text too, because a call that cannot be read begins there.
-    """
-
-    calls: Sequence[Call]
-    end: int
-    is_last: bool = False
+    calls: Sequence[Call]  # if empty, the text up to `end` is plain text
+    end: int  # the place after the calls and their closing mark
+    is_last: bool = False  # the text after `end` is plain text, too
 
 
-# Reads the calls that begin at a place of a text, with or without an opening mark. Returns None
-# while more text may change the result, and for a call that the text leaves unfinished. Raises
-# ValueError if no call begins there.
+# Reads the calls at a place of a text. Returns None if a call is unfinished or may still change,
+# and raises ValueError if no call begins there.
 ReadCalls = Callable[[str, int, Schemas, Ending], Reading | None]
-# Reads one body of calls, such as a JSON object or list, at a place of a text, given the functions'
-# schemas and the marks that may close the body. Returns the body's calls, none if it is no call,
-# and the body's end. Raises Unfinished if the text ends first, and ValueError if no body begins.
+# Reads one body of calls at a place of a text, and returns the calls and the body's end. Raises
+# Unfinished if the text ends first, or ValueError without a body.
 ReadBody = Callable[[str, int, Schemas, Sequence[str]], tuple[list[Call], int]]
 
 
 def read_all(read: ReadCalls, text: str, schemas: Schemas) -> list[Call]:
-    """Return the calls of a text. Raises ValueError if the text has anything but calls."""
+    """Return the calls in a text. Raises ValueError if there is any other text."""
     calls: list[Call] = []
     rest = text.strip()
     while rest:
@@ -65,10 +55,9 @@ def read_all(read: ReadCalls, text: str, schemas: Schemas) -> list[Call]:
     return calls
 
 
-# The errors that malformed text may raise when it is read as a value.
 UNREADABLE = (ValueError, TypeError, LookupError, SyntaxError, MemoryError, RecursionError)
 SPACE = re.compile(r"\s*+")
-# In lenient reading, a quote closes a string only if the text after it can follow a value.
+# In lenient reading, a quote closes a string only if the text after the quote can follow a value.
 _ENDS_VALUE = r"(?=\s*+(?:[,)\]}:]|\Z))"
 _ESCAPES = re.compile(
     r"\\(?:[\\'\"abfnrtv\n]|[0-3]?[0-7]{1,2}|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8})|[\\'\"\n\r]"
@@ -78,7 +67,7 @@ _LITERALS = {"true": "True", "false": "False", "null": "None"}
 
 
 def _string(quote: str, end: str) -> str:
-    """Return a pattern, linear in time, of strings that a quote followed by `end` closes."""
+    """Return a pattern, linear in time, of strings whose last quote comes before `end`."""
     return rf"{quote}[^\\{quote}]*+(?:(?:\\.|{quote}(?!{end}))[^\\{quote}]*+)*+{quote}"
 
 
@@ -114,10 +103,9 @@ def _brackets(closers: tuple[str, ...], *, is_lenient: bool) -> re.Pattern[str]:
 def find_end(
     text: str, at: int, closers: Sequence[str], *, is_lenient: bool = False
 ) -> tuple[int, int]:
-    """Return the place after the bracket that closes the bracket at `at`, or of a closing mark that
-    comes first, and the number of brackets still open. Raises Unfinished if there is neither.
+    """Return the place where a bracket or a closing mark ends the text that begins at `at`.
 
-    `is_lenient`: a quote does not close a string if the text after the quote cannot follow a value.
+    The second value is the number of open brackets there. Raises Unfinished if there is no end.
     """
     depth = 0
     for token in _brackets(tuple(closers), is_lenient=is_lenient).finditer(text, at):
@@ -132,11 +120,10 @@ def find_end(
 
 
 def parse_python(source: str) -> tuple[ast.expr, Mapping[str | None, str]]:
-    """Return an expression's tree, in which `_0`, `_1`, … replace the names of functions and
-    arguments, and a map from these to the names. Raises SyntaxError.
+    """Return an expression's tree, and the names that `_0`, `_1`, … replace in it.
 
     Line breaks in strings, unknown escapes, names with dashes and JSON's literals are repaired.
-    Unescaped quotes inside strings are allowed only if the source isn't valid Python otherwise.
+    Raises SyntaxError.
     """
     try:
         return _parse(source, _TOKENS[0])
@@ -165,11 +152,7 @@ def _parse(source: str, tokens: re.Pattern[str]) -> tuple[ast.expr, Mapping[str 
 
 
 def read_literal(source: str, *, is_lenient: bool = False) -> object:
-    """Return the value of a Python literal, repaired as in `parse_python`. Raises one of
-    UNREADABLE.
-
-    `is_lenient`: a string may contain the quote that delimits it.
-    """
+    """Return the value of a Python literal, repaired as in `parse_python`. Raises UNREADABLE."""
     return ast.literal_eval(_parse(source, _TOKENS[is_lenient])[0])
 
 
@@ -184,17 +167,14 @@ _TYPES: Mapping[str, Callable[[Any], bool]] = {
     "object": lambda value: isinstance(value, dict),
 }
 _QUOTED = re.compile(r"\s*([\"'])(.*)\1\s*", re.DOTALL)
-_DEPTH = 16  # the most references and alternatives followed, one inside the other, in a schema
-# Reading schemas is bounded, as the lane waits for it: the most parts of one schema, and the most
-# schemas of one call.
+_DEPTH = 16  # the most nested references and alternatives that are followed
+# The most parts of a schema, and schemas of a call, that are read while the lane waits.
 _MOST_PARTS = 256
 _MOST_SCHEMAS = 4096
 
 
 def _convert(text: str, types: frozenset[str]) -> Any:
-    """Return the value that a text stands for if it has one of the JSON `types`, or if no types are
-    given; otherwise the text.
-    """
+    """Return the value of a text if it has one of the JSON `types`, else the text."""
     if not types:
         return guess(text)
     if types != {"string"}:
@@ -214,17 +194,14 @@ def _convert(text: str, types: frozenset[str]) -> Any:
 
 
 def guess(text: str) -> Any:
-    """Return the value of a text that is JSON or a Python list or dict; otherwise the text itself.
-
-    A value that JSON cannot express stays text: NaN, a number too large for a float, a Python set.
-    """
+    """Return the value of a text that is JSON or a Python list or dict, else the text."""
     readers: list[Callable[[str], Any]] = [partial(json.loads, strict=False)]
     if text.lstrip().startswith(("[", "{")):
         readers.append(lambda text: read_literal(text.strip()))  # some models write Python
     for read in readers:
         try:
             value = read(text)
-            json.dumps(value, allow_nan=False)
+            json.dumps(value, allow_nan=False)  # an error for NaN, infinities and Python's sets
         except UNREADABLE:
             continue
         return value
@@ -232,23 +209,19 @@ def guess(text: str) -> Any:
 
 
 class Allowed:
-    """Converts the argument texts of one call to values that its function's schema, the root,
-    allows. Parts of the schema beyond the bounds above are ignored.
-    """
+    """Converts the argument texts of one call to values that a function's schema allows."""
 
     def __init__(self, root: Mapping[str, Any]) -> None:
         self._root = root
-        # The keys are ids of schema parts, which the root and `_inner` keep alive.
+        # The keys are ids of schemas, so `_root` and `_inner` must keep the schemas alive.
         self._types: dict[int, frozenset[str]] = {}
         self._parts: dict[int, list[tuple[Mapping[str, Any], bool]]] = {}
         self._inner: dict[tuple[int, str, bool], Mapping[str, Any]] = {}
 
     def argument(self, name: str, text: str) -> Any:
-        """Return the value that `text` stands for as the argument `name`."""
         return self.value(text, self.inner(self._root, name))
 
     def value(self, text: str, schema: Any) -> Any:
-        """Return the value that a text stands for; `schema` is a part of the root, or None."""
         value = _convert(text, self.types(schema))
         quoted = _QUOTED.fullmatch(text)
         if isinstance(value, str) and quoted is not None and not self._lists(schema, text):
@@ -256,22 +229,17 @@ class Allowed:
         return value
 
     def types(self, schema: Any, depth: int = _DEPTH) -> frozenset[str]:
-        """Return the JSON types that a schema allows; none if the schema doesn't say."""
+        """Return the JSON types that a schema allows, or none if it names no types."""
         if not isinstance(schema, Mapping) or depth == 0:
             return frozenset()
         if id(schema) not in self._types:
-            # The entry is empty while references are followed: they may lead back to the schema.
+            # The entry comes first, because references may lead back to this schema.
             self._types[id(schema)] = frozenset()
             if len(self._types) <= _MOST_SCHEMAS:
                 self._types[id(schema)] = self._read_types(schema, depth - 1)
         return self._types[id(schema)]
 
     def _read_types(self, schema: Mapping[str, Any], depth: int) -> frozenset[str]:
-        """Return the types that a schema's keywords, and the schemas they lead to, allow.
-
-        Keywords of one schema narrow each other. If an alternative (`anyOf`, `oneOf`) has no types,
-        the types of the others count only if no other keyword has types. "number" allows integers.
-        """
         kinds = {type(value): value for value in _listed(schema)}
         stated = schema.get("type", [type_of(value) for value in kinds.values()])
         names = {name for name in [stated, *_list(stated)] if isinstance(name, str)}
@@ -283,13 +251,13 @@ class Allowed:
             branches = [self.types(each, depth) for each in _followed(schema, keyword)]
             if all(branches):
                 constraints.append(frozenset().union(*branches))
-            else:
+            else:  # an alternative that names no types may allow any type
                 fallback = frozenset().union(*branches) or fallback
         known = [types for types in constraints if types]
         return frozenset.intersection(*known) if known else fallback
 
     def inner(self, schema: Any, name: str, *, is_item: bool = False) -> Mapping[str, Any]:
-        """Return the schema of an object's property `name`, or of a list's items."""
+        """Return the schema of the property `name`, or of the items of a list."""
         key = id(schema), name, is_item
         if key not in self._inner:
             stated: dict[bool, list[Any]] = {False: [], True: []}
@@ -302,11 +270,10 @@ class Allowed:
         return self._inner[key]
 
     def _lists(self, schema: Any, text: str) -> bool:
-        """Return True if a text is among the values that a schema lists."""
         return any(text in _listed(part) for part, _ in self._flatten(schema))
 
     def _flatten(self, schema: Any) -> list[tuple[Mapping[str, Any], bool]]:
-        """Return a schema and its parts, each with True if it is only an alternative."""
+        """Return a schema and its parts, each with True if the part is only an alternative."""
         if id(schema) not in self._parts:
             parts, known = [(schema, False)], {}
             for part, is_alternative in parts:
@@ -327,12 +294,10 @@ def _list(value: Any) -> list[Any]:
 
 
 def type_of(value: Any) -> str:
-    """Return the name of a value's type in JSON Schema."""
     return next((name for name, holds in _TYPES.items() if holds(value)), "string")
 
 
 def _listed(schema: Mapping[str, Any]) -> list[Any]:
-    """Return the values that a schema lists."""
     return [schema["const"]] if "const" in schema else _list(schema.get("enum"))
 
 
@@ -341,7 +306,6 @@ def _followed(schema: Mapping[str, Any], word: str) -> list[Any]:
 
 
 def _resolve(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Any:
-    """Return the part of the root that the schema's `$ref` names; None if there is no such part."""
     ref = schema.get("$ref")
     if not isinstance(ref, str) or not ref.startswith("#/"):
         return None
@@ -357,18 +321,15 @@ def as_json(value: Any) -> str:
 
 
 def as_text(value: Any) -> str:
-    """Write a text unchanged, and any other value as JSON."""
     return value if isinstance(value, str) else as_json(value)
 
 
 def as_cdata(value: Any) -> str:
-    """Write a value, as CDATA if it has white space or characters that XML would interpret."""
     text = as_text(value)
     return f"<![CDATA[{text}]]>" if re.search(r"[<&\s]", text) else text
 
 
 def write_gemma_value(delimiter: str, value: Any) -> str:
-    """Write a value as Gemma does: keys without quotes, strings between delimiters."""
     if isinstance(value, str):
         return f"{delimiter}{value}{delimiter}"
     if isinstance(value, list):
@@ -380,7 +341,6 @@ def write_gemma_value(delimiter: str, value: Any) -> str:
 
 
 def write_elements(mark: str, value: Any) -> str:
-    """Write a value as MiniMax M3 does: pairs and items as elements, a mark before each tag."""
     if not isinstance(value, dict | list):
         return as_text(value)
     pairs = value.items() if isinstance(value, dict) else [("item", each) for each in value]
@@ -389,12 +349,7 @@ def write_elements(mark: str, value: Any) -> str:
 
 
 def write_call(call: Call, form: str, pair: str, write_value: WriteValue, **more: Any) -> str:
-    """Return a call's text: `form`, a family's form of a call, with the fields filled in.
-
-    The fields are `name`, `arguments` (as JSON) or `pairs`, and the keys of `more`. `pair` is the
-    form of one argument, with the fields `key`, `value`, `kind` (the value's JSON type) and
-    `is_text`.
-    """
+    """Return the text of a call, from its form and the form of one argument, `pair`."""
     arguments = call["arguments"]
     pairs = [
         pair.format(

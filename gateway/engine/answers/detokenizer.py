@@ -1,7 +1,4 @@
-"""Decodes a growing sequence of token ids into text, in whole characters only.
-
-It also gives the texts and bytes of single tokens.
-"""
+"""Decodes a growing sequence of token ids into text, in whole characters only."""
 
 import re
 from collections.abc import Collection, Sequence
@@ -16,9 +13,9 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def _byte_of() -> dict[str, int]:
-    """Return the byte that each character of byte-level BPE's alphabet stands for: printable bytes
-    have their own characters, the other 68 have U+0100 and the characters after it. Source: GPT-2's
-    encoder.py, `bytes_to_unicode`.
+    """Return the byte of each character in byte-level BPE's alphabet.
+
+    Source: GPT-2's encoder.py, `bytes_to_unicode`.
     """
     plain = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     unprintable = [byte for byte in range(256) if byte not in plain]
@@ -31,13 +28,12 @@ _BYTES = _byte_of()
 
 
 class Vocabulary:
-    """The texts of single tokens, as logprobs show them: ` True`, never `ĠTrue` or `▁True`."""
+    """The texts of single tokens: ` True`, never `ĠTrue` or `▁True`."""
 
     @raise_panics
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
-        # SentencePiece drops the space of the first token of a text. So each token is decoded after
-        # a probe token, whose text is then cut off.
+        # SentencePiece drops a text's first space, so each token is decoded after a probe token.
         self.probe: list[int] = tokenizer.encode("a", add_special_tokens=False).ids[-1:]
         self._prefix = len(self._decode(self.probe))
         self.text = lru_cache(maxsize=65_536)(self._text)
@@ -52,7 +48,6 @@ class Vocabulary:
         return self._decode([*self.probe, token])[self._prefix :]
 
     def _bytes(self, token: int) -> bytes:
-        """Return the bytes of a single token, even if they are only part of a character."""
         text: str = self.text(token)
         if "\ufffd" not in text:
             return text.encode()
@@ -72,26 +67,22 @@ _WRITTEN = _REPLACEMENT.encode()
 class Detokenizer:
     """Turns the tokens of one sequence into text.
 
-    SentencePiece drops the space before a text's first word. `continues` keeps it, for tokens that
-    continue a text.
+    `continues` means that the tokens continue a text, so a space before the first word is kept.
     """
 
     def __init__(self, vocabulary: Vocabulary, *, continues: bool = False) -> None:
         self._vocabulary = vocabulary
         self._tokenizer = vocabulary.tokenizer
         self._stream = self._new_stream() if continues else DecodeStream(skip_special_tokens=False)
-        self._is_first = not continues  # no text has been returned yet
-        self._held: list[int] = []  # tokens whose text is still to come
+        self._is_first = not continues
+        self._held: list[int] = []
 
     @raise_panics
     def push(self, token: int) -> str:
-        """Return the characters that `token` completes; part of a character waits for the rest.
-
-        Bytes that never become a character are left out, because no text would be right for them.
-        """
+        """Return the characters that `token` completes, without bytes that form no character."""
         try:
             piece: str | None = self._stream.step(self._tokenizer, token)
-        except Exception:  # "Invalid prefix": bytes already returned as text were no character
+        except Exception:  # "Invalid prefix": earlier bytes turned out to form no character
             self._held.append(token)
             return self._restart()
         if piece and _REPLACEMENT not in piece:
@@ -101,21 +92,18 @@ class Detokenizer:
         self._held.append(token)
         if piece:
             return self._flush_held()
-        # The stream holds back all text that ends with U+FFFD, even if the tokens really spell it.
+        # The stream holds back all text that ends with U+FFFD, even if tokens really spell U+FFFD.
         is_last = self._vocabulary.bytes(token)[-1:] == _WRITTEN[-1:]
         if is_last and self._bytes(self._held[-3:]).endswith(_WRITTEN):
             return self._restart()
         return ""
 
     def _restart(self) -> str:
-        """Begin a new stream; return the text of the tokens held back."""
         self._stream = self._new_stream()
         return self._flush_held()
 
     def _flush_held(self) -> str:
-        """Return the text of the tokens held back, decoded from their bytes, because the stream
-        writes U+FFFD both for tokens that spell it and for bytes that are no character.
-        """
+        # The stream writes U+FFFD for invalid bytes, too, so the bytes are decoded here.
         text = self._bytes(self._held).decode(errors="ignore")
         if self._is_first and text.startswith(" "):
             whole: str = self._tokenizer.decode(self._held, skip_special_tokens=False)
@@ -135,10 +123,9 @@ class Detokenizer:
 def texts_of(
     ids: Sequence[int], text: str | None, vocabulary: Vocabulary, special: Collection[int]
 ) -> list[str]:
-    """Return the text of each token of a prompt; joined, they are the prompt's text.
+    """Return the text of each token of a prompt.
 
-    A character of several tokens belongs to the last of them. If the prompt's `text` is given, a
-    special token that the tokenizer added to it has an empty text.
+    Special tokens that the prompt's `text` lacks have an empty text.
     """
     decoder, texts, at = Detokenizer(vocabulary), [], 0
     for token in ids:

@@ -1,8 +1,6 @@
-"""Reads the bodies of Gemma's calls: Gemma 4's `call:f{a:1,b:<|"|>text<|"|>}`, and FunctionGemma's.
+"""Reads the calls of Gemma 4, such as `call:f{a:1,b:<|"|>text<|"|>}`, and of FunctionGemma.
 
-Inside a string, the string's delimiter may stand for a quote. So a delimiter ends a string
-only before the next pair or value, or before the brackets that close the open ones. Models also
-write quotes as delimiters, arguments in parentheses, Python's literals, or no opening delimiter.
+A string may contain its delimiter, so the text after a delimiter shows whether the string ends.
 """
 
 import re
@@ -23,7 +21,7 @@ from gateway.engine.answers.call_values import (
 )
 
 _DEPTH = 64  # the most brackets open at once
-_MOST = 1 << 16  # the most places tried as a value's end in one call: a quarter of a second
+_MOST = 1 << 16  # the most ends of values that are tried in one call, in 0.25 s
 _MARKS = ('<|"|>', "<escape>")
 _MARK = "(?:" + "|".join(map(re.escape, _MARKS)) + ")"
 _HEAD = regex.compile(r"\s*+call:\s*+(?P<name>[^\s{}()<>,]{1,256})\s*+(?P<open>[{(])")
@@ -31,12 +29,12 @@ _CLOSED_BY = {"{": "}", "(": ")", "[": "]"}
 _CLOSING = re.compile(r"[\s}\])]*+")
 _COMMA = re.compile(r"\s*+,?+")
 _LITERALS = {"True": "true", "False": "false", "None": "null"}
-# A whole call inside a text.
+# A whole call inside a string.
 _CALL = (
     r"<\|tool_call>\s*+call:.*?(?:<tool_call\|>|\Z)"
     r"|<start_function_call>\s*+call:.*?(?:<end_function_call>|\Z)"
 )
-# The possible ends of a value, keyed by its opening quote; `skipped` parts cannot end it.
+# Patterns of the possible ends of a value, by its opening quote.
 _ENDS = {
     **{m: re.compile(rf"{re.escape(m)}|(?P<skipped>{_CALL})", re.DOTALL) for m in _MARKS},
     **{quote: re.compile(rf"{quote}|(?P<skipped>\\.)", re.DOTALL) for quote in "\"'"},
@@ -50,7 +48,7 @@ def _key(sign: str, excluded: str) -> str:
     return rf"\s*+(?:{quoted}|(?P<bare>{word}(?:[ ]{word})*+))\s*+{sign}\s*+"
 
 
-# The beginning of a pair or a value, keyed by the bracket that closes the object or list.
+# Patterns of the next pair or value, by the bracket that closes the object or list.
 _ITEMS = {
     "}": _key(":", ":"),
     ")": _key("=", "()="),
@@ -63,28 +61,24 @@ _NEXT = {
 
 
 def read_gemma(text: str, at: int, schemas: Schemas, closers: Sequence[str]) -> Body:
-    """Read one call. Raises Unfinished for a call with malformed arguments, because its end is
-    unknown.
-    """
+    """Read one call. Raises Unfinished if the call's arguments are malformed."""
     head = match_head(_HEAD, text, at)
     arguments, end = _Items(text, closers).read(head.end(), _CLOSED_BY[head["open"]])
     return [{"name": head["name"], "arguments": arguments}], end
 
 
 class _Items:
-    """Reads the pairs or the values between brackets."""
-
     def __init__(self, text: str, closers: Sequence[str]) -> None:
         self._text = text
-        self._count = 0  # places where a value might have ended
+        self._count = 0
         marks = "|".join(map(re.escape, closers))
         after = rf"\Z|call:|<\|?tool|<start_function|{marks}" if marks else ""
         self._next = {**_NEXT, "": re.compile(after)}
 
     def read(self, at: int, closing: str) -> tuple[Any, int]:
-        """Return an object or a list whose opening bracket is before `at`, and the place after it.
+        """Return the object or list that opens before `at`, and the place after it.
 
-        `closing`: the brackets that close all open ones, the innermost first.
+        `closing` has the closing brackets of all open objects and lists, the innermost first.
         """
         text, items = self._text, dict[Any, Any]()
         if len(closing) > _DEPTH:
@@ -104,7 +98,6 @@ class _Items:
         return list(items.values()) if closing[0] == "]" else items, at + 1
 
     def _read_value(self, at: int, closing: str) -> tuple[Any, int]:
-        """Return a string or a literal, and the place after it."""
         quote = next(each for each in _ENDS if self._text.startswith(each, at))
         begin = at + len(quote)
         for end in _ENDS[quote].finditer(self._text, begin):
@@ -118,7 +111,7 @@ class _Items:
         raise Unfinished("no end of a value")
 
     def _is_followed(self, at: int, closing: str) -> bool:
-        """Return True if a value may end at `at`, judged by the text after it."""
+        """Return True if the text after `at` shows that a value ends there."""
         end = skip(_CLOSING, self._text, at)
         closed = "".join(self._text[at:end].split())[: len(closing)]
         following = self._next[closing[len(closed) :][:1]]

@@ -1,12 +1,11 @@
-"""Reads gpt-oss's answers: messages on channels, each after a header. Muse's are similar.
+"""Reads the answers of gpt-oss and Muse: messages, each after a header that names its channel.
 
     <|channel|>analysis<|message|>Let me see.<|end|>
     <|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}<|call|>
     <|start|>assistant<|channel|>final<|message|>Four.<|return|>
 
-Sources: https://cookbook.openai.com/articles/openai-harmony for gpt-oss, whose models also make
-calls on the analysis channel; mlx_lm/chat_templates/muse_spark.py for `to=self`, `to=user` and
-`<|eom|>`.
+Sources: https://cookbook.openai.com/articles/openai-harmony for gpt-oss;
+mlx_lm/chat_templates/muse_spark.py for `to=self`, `to=user` and `<|eom|>`.
 """
 
 import re
@@ -29,7 +28,7 @@ ENDS = ("<|end|>", "<|return|>", "<|call|>", "<|eom|>", "<|eot|>")  # tokens tha
 STOPS = ("<|return|>", "<|call|>")  # tokens that end an answer
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
-_ROLE = "(?:".join("assistant") + ")?" * 8  # the word or any beginning of it
+_ROLE = "(?:".join("assistant") + ")?" * 8  # matches every prefix of "assistant"
 _HEADER = re.compile(rf"\s*(?:{_ROLE})?\s*(?:to?(?:=\S*)?)?\s*")
 _QUOTES = re.compile(r"\\(?:.|\Z)|\"", re.DOTALL)
 _Body = Literal["header", "reasoning", "text", "call", "none"]
@@ -37,7 +36,7 @@ ReadCall = Callable[[str, str], Sequence[Mapping[str, Any]]]
 
 
 def answer_begins(pattern: Callable[[str], str]) -> re.Pattern[str]:
-    """Return a pattern that finds the end of the answer's header in text with spelled tokens."""
+    """Return a pattern of the answer's header, in a text with spelled tokens."""
     channel, message = re.escape(pattern("<|channel|>")), re.escape(pattern("<|message|>"))
     constrain = re.escape(pattern("<|constrain|>"))
     text = rf"(?:(?!\bto=)[^{BEGINS}])*"
@@ -46,14 +45,12 @@ def answer_begins(pattern: Callable[[str], str]) -> re.Pattern[str]:
 
 
 def opens_answer(opening: str) -> bool:
-    """Return True if a template's opening, in plain letters, ends with the answer's header."""
+    """Return True if the opening of a template ends with the answer's header."""
     return any(found.end() == len(opening) for found in answer_begins(str).finditer(opening))
 
 
 def thought_end(*, is_spark: bool, may_call: bool) -> str:
-    """Return the text that ends a thought and begins the answer. If functions may be called, the
-    text stops where the next message begins, because that may be a call.
-    """
+    """Return the text that ends a thought and, unless a call may follow, begins the answer."""
     end, answer = "<|end|>", "<|channel|>final<|message|>"
     if is_spark:
         end, answer = "<|eom|>", " to=user<|message|>"
@@ -75,24 +72,20 @@ class HarmonyParser(AnswerParser):
         opening: str = "",
     ) -> None:
         super().__init__(mode, calls)
-        self._functions = functions  # the functions that may be called
-        self._read = read  # turns a recipient and its message into calls, or raises
-        # True if a grammar applies: only the final message is text then, the rest is reasoning.
-        self._is_bound = is_bound
-        # The prompt ends inside a header, with a whole header (`opening`), or inside the final
-        # message if that is continued.
+        self._functions = functions
+        self._read = read
+        self._is_bound = is_bound  # a grammar applies, so only the final message is text
+        # A continued answer begins inside the final message, any other answer inside a header.
         self._body: _Body = "text" if is_begun else "header"
         self._header = ""
         self._call: list[str] = []
         self._recipient = ""
-        # True if the call under way is JSON; None before its first letter.
-        self._is_json: bool | None = None
+        self._is_json: bool | None = None  # None before the call's first letter
         self._is_in_string = self._is_escaped = False
         self.push(opening)
 
     @property
     def is_thinking(self) -> bool:
-        """Return True if the next text is not part of the answer."""
         return self._body in ("header", "reasoning", "none")
 
     @property
@@ -135,7 +128,7 @@ class HarmonyParser(AnswerParser):
         return self._to_parts(run)
 
     def _open(self) -> None:
-        """Read a complete header: the channel and the recipient of the message that follows."""
+        """Read a complete header, which decides how the message after it is read."""
         header, self._header = spell_out(self._header), ""
         recipient = _RECIPIENT.search(header)
         channel = _CHANNEL.search(header)
@@ -173,9 +166,7 @@ class HarmonyParser(AnswerParser):
             self._is_escaped = text.endswith("\\") and marks[-1:] == ["\\"]
 
     def _close(self, *, is_cut: bool = False) -> list[OutputPart]:
-        """End the message under way; if it is a call, read it. A call that was cut becomes text, as
-        does an answer without a header.
-        """
+        """End the message under way, and read its call unless the call was cut."""
         self._is_json, self._is_in_string, self._is_escaped = None, False, False
         body, self._body = self._body, "none"
         call, self._call = spell_out("".join(self._call)), []
@@ -190,6 +181,6 @@ class HarmonyParser(AnswerParser):
             return [OutputPart(text=call)] if call else []
         try:
             calls = self._calls.write(self._read(self._recipient, call))
-        except Exception:  # an error of the reader: a message that cannot be read is text
+        except Exception:  # a call that cannot be read is text
             return [OutputPart(text=call)]
         return [OutputPart(call=call_delta) for call_delta in calls]

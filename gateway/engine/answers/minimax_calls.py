@@ -4,12 +4,10 @@
     ]<]minimax[>[<tags>]<]minimax[>[<item>a]<]minimax[>[</item>]<]minimax[>[</tags>
     ]<]minimax[>[</invoke>
 
-Objects and lists contain further elements, and the schema gives the types of texts. A text may
-contain tags, too: an element ends with the tag that balances its opening tag, and unbalanced tags
-inside it are plain text.
+A text may contain tags. An element ends with the tag that balances its opening tag, and unbalanced
+tags inside the element are plain text.
 
-Sources: ms-swift's swift/agent_template/minimax_m3.py, which follows the model's template, and the
-parsers of vLLM and SGLang.
+Sources: ms-swift's swift/agent_template/minimax_m3.py; the parsers of vLLM and SGLang.
 """
 
 from collections.abc import Sequence
@@ -34,13 +32,12 @@ class _Element:
     name: str
     schema: Any
     begin: int  # the place where the element's text begins
-    at: int  # the place up to which it has been read
+    at: int  # the place up to which the text has been read
     text: str = ""
-    parts: list["_Element"] = field(default_factory=list)  # the elements inside this one
+    parts: list["_Element"] = field(default_factory=list)
     has_text: bool = False  # there is text between the parts
 
     def value(self, allowed: Allowed) -> Any:
-        """Return the value that the element stands for. Raises ValueError."""
         types = allowed.types(self.schema) - {"null"}
         if not self.text.strip() and types in ({"array"}, {"object"}):
             return [] if "array" in types else {}
@@ -55,16 +52,13 @@ class _Element:
         return allowed.value(self.text, self.schema)
 
     def fields(self, allowed: Allowed) -> dict[str, Any]:
-        """Return the values of the element's parts by name. Raises ValueError if there is text
-        between them, or if two have the same name.
-        """
         if self.has_text or len({part.name for part in self.parts}) < len(self.parts):
             raise ValueError("text between the parts, or a name twice")
         return {part.name: part.value(allowed) for part in self.parts}
 
 
 def read_minimax(text: str, at: int, schemas: Schemas, closers: Sequence[str]) -> Body:
-    """Read one call. Raises ValueError for text between its arguments, or an argument twice."""
+    """Read one call. Raises ValueError for text between arguments or an argument twice."""
     head = match_head(_HEAD, text, at)
     schema = schemas.get(head["name"], {})
     allowed = Allowed(schema)

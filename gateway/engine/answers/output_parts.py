@@ -1,8 +1,7 @@
-"""The parts of an answer, with calls in OpenAI's format, and the marks between the parts.
+"""The parts of an answer, and the marks between the parts.
 
-A token that is a mark is spelled: written between two lone surrogates. No other text has these,
-because tokens decode to UTF-8. So a plain string search finds the token `<think>`, never seven
-letters of text. A mark without a token in the vocabulary is found by its letters.
+A token that is a mark is spelled: its text stands between two lone surrogates. No other text has
+lone surrogates, so a string search finds the token `<think>` but not the same letters in text.
 """
 
 import hashlib
@@ -44,11 +43,11 @@ class Marks:
         self._any = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
     def spelled(self, token: int) -> str | None:
-        """Return the spelling of a token that is a mark; None for a token that is text."""
+        """Return the spelled text of a token, or None if the token is no mark."""
         return self._spelled.get(token)
 
     def pattern(self, mark: str) -> str:
-        """Return a format's mark with its tokens spelled, as in the text of an answer."""
+        """Return a mark as it appears in the text of an answer, with spelled tokens."""
         return self._any.sub(lambda match: self._contents[match[0]], mark)
 
 
@@ -58,23 +57,21 @@ def _is_in(content: str, name: str) -> bool:
 
 
 def strip_marks(text: str) -> str:
-    """Return text as a client gets it: no special tokens, and other marks as plain letters."""
+    """Return text without special tokens, and with other marks as plain letters."""
     if text.isascii():
         return text
     return _SPECIALS.sub("", text).translate(_SPELLING)
 
 
 def spell_out(text: str) -> str:
-    """Return text with its tokens written out as plain letters."""
+    """Return text with all spelled tokens as plain letters."""
     if text.isascii():
         return text
     return text.translate(_SPELLING)
 
 
 def letters_at(spelled: str, count: int) -> int:
-    """Return the place after the first `count` letters in a text with spelled tokens. Surrogates
-    around tokens don't count as letters.
-    """
+    """Return the place after the first `count` characters, not counting lone surrogates."""
     if spelled.isascii():
         return count
     place = 0
@@ -86,8 +83,8 @@ def letters_at(spelled: str, count: int) -> int:
     return place
 
 
-# The calls that an answer may have. none: no calls. free: calls among text. either: a grammar
-# allows calls or text. forced: a grammar requires one call.
+# The calls of an answer. They are "free" among text, or a grammar asks for "either" calls or text,
+# or for one "forced" call.
 Mode = Literal["none", "free", "either", "forced"]
 NewId = Callable[[str, int], str]
 
@@ -111,15 +108,12 @@ def mistral_id(name: str, place: int) -> str:
 
 
 def kimi_id(name: str, place: int) -> str:
-    """Return the id that Kimi's template expects for a conversation's call number `place`."""
+    """Return the id that Kimi's template expects for call number `place` of a conversation."""
     return f"functions.{name}:{place}"
 
 
 def own_ids(messages: Sequence[Mapping[str, Any]], new_id: NewId) -> list[dict[str, Any]]:
-    """Return a conversation's messages with call ids in the form that the model's template needs.
-
-    Ids of another form are replaced, in calls and results alike.
-    """
+    """Return messages whose call ids have the form that the model's template needs."""
     named: dict[str, str] = {}
     renamed = []
     for original in messages:
@@ -157,17 +151,16 @@ class CallWriter:
         self, new_id: NewId = openai_id, earlier: int = 0, limit: float = math.inf
     ) -> None:
         self.count = 0
-        self._limit = limit  # the most calls; further ones are left out
+        self._limit = limit
         self._new_id = new_id
-        # The number of calls already in the conversation: some families continue that count.
-        self._earlier = earlier
+        self._earlier = earlier  # the number of calls in the conversation so far
 
     @property
     def is_full(self) -> bool:
         return self.count >= self._limit
 
     def write(self, read: Sequence[Mapping[str, Any]]) -> list[CallDelta]:
-        """Return complete calls. Ids that the model wrote are kept."""
+        """Return complete calls, with new ids for calls without one."""
         calls: list[CallDelta] = []
         for place, call in enumerate(read, self.count):
             if place >= self._limit:
@@ -176,28 +169,25 @@ class CallWriter:
             if not (call_id and isinstance(call_id, str)):
                 call_id = self._new_id(name, self._earlier + place)
             calls.append(CallDelta(place, call_id, name, arguments_json(call["arguments"])))
-        # Counted after all are written, because calls that cannot be written don't count.
+        # If one call cannot be written, none of these calls count.
         self.count += len(calls)
         return calls
 
     def begin(self, name: str) -> CallDelta:
-        """Return the head of a call whose arguments are still to come."""
         place = self.count
         self.count += 1
         return CallDelta(place, self._new_id(name, self._earlier + place), name)
 
 
 def arguments_json(arguments: Any) -> str:
-    """Return a call's arguments in OpenAI's form: JSON as a string.
-
-    Raises ValueError for NaN and infinities, which orjson would write as null.
-    """
+    """Return a call's arguments as JSON text. Raises ValueError for NaN and infinities."""
     if isinstance(arguments, str):
         return arguments
+    # orjson would write NaN and infinities as null.
     written = json.dumps(arguments, allow_nan=False, separators=(",", ":"))
     try:
         return orjson.dumps(arguments).decode()
-    except TypeError:  # integers beyond 64 bits, a lone surrogate
+    except TypeError:  # integers beyond 64 bits, lone surrogates
         return written
 
 
@@ -212,7 +202,6 @@ class ForcedCall:
         self._is_named = False
 
     def push(self, text: str) -> list[CallDelta]:
-        """Take more of the call; return the parts that are certain now."""
         if not (self._text or self._is_named):
             text = text.lstrip()
         self._text += text
@@ -232,7 +221,6 @@ class ForcedCall:
         return deltas
 
     def flush(self) -> list[CallDelta]:
-        """Return the last character, unless it is the brace that closes the outer object."""
         rest, self._text = self._text.removesuffix("}"), ""
         if not rest or not self._is_named:
             return []
@@ -249,7 +237,6 @@ class AnswerParser(ABC):
 
     @property
     def calls(self) -> int:
-        """Return the number of calls returned so far."""
         return self._calls.count
 
     @property
@@ -259,19 +246,16 @@ class AnswerParser(ABC):
 
     @property
     def is_in_thought(self) -> bool:
-        """Return True inside a thought, where an end mark would end it."""
+        """Return True if an end mark would now end a thought."""
         return self.is_thinking
 
     @abstractmethod
     def push(self, piece: str) -> list[OutputPart]:
-        """Take new text; return the parts that are certain now."""
+        """Take new text, and return the parts that are certain now."""
 
     @abstractmethod
     def flush(self, *, is_cut: bool = False) -> list[OutputPart]:
-        """Return the parts that were held back, once no more text comes.
-
-        `is_cut`: the answer reached its length limit; otherwise the model ended it.
-        """
+        """Return the last parts of an answer, which the length limit ended if `is_cut`."""
 
     def _answer(self, text: str) -> list[OutputPart]:
         if self.mode == "forced":
@@ -285,7 +269,7 @@ class AnswerParser(ABC):
 
 
 class WholeParser(AnswerParser):
-    """Returns text unchanged, with special tokens spelled, for readers of whole answers."""
+    """Returns text unchanged, with its spelled tokens, for readers of whole answers."""
 
     is_thinking = False
 
@@ -298,12 +282,12 @@ class WholeParser(AnswerParser):
 
 @dataclass(frozen=True, slots=True)
 class TokenScores:
-    """The logprobs of one token and of its likeliest alternatives, on the host."""
+    """The logprobs of one token and of its likeliest alternatives."""
 
     chosen: float
     ids: Sequence[int]
     logprobs: Sequence[float]
-    top: int  # the number of alternatives to return
+    top: int  # alternatives to return
 
     def to_logprob(self, vocabulary: Vocabulary, token: int, piece: str) -> TokenLogprob:
         """Return the logprobs with texts, without alternatives that a grammar excludes."""
@@ -318,7 +302,7 @@ class TokenScores:
 
 @dataclass(slots=True)
 class OutputProcessor:
-    """Turns a sequence's tokens into parts: detokenizes, parses, scans for stop strings."""
+    """Turns a sequence's tokens into parts."""
 
     decoder: Detokenizer
     parser: AnswerParser
@@ -337,7 +321,6 @@ class OutputProcessor:
         is_shown_as_text: bool,
         may_stop: bool = True,
     ) -> list[OutputPart]:
-        """Take a token; return the parts that it makes certain."""
         piece = self.marks.spelled(token)
         if piece is None:
             piece = self.decoder.push(token)
@@ -345,8 +328,7 @@ class OutputProcessor:
         parts = [self._scan_for_stops(part, may_stop=may_stop) for part in self.parser.push(piece)]
         opens = self.parser.is_thinking and is_shown_as_text
         if scores is not None and not (was_thinking or opens):
-            # The texts with the logprobs add up to the content. One exception: the token of a
-            # one-token answer has a text even if it isn't content, because rerankers read it.
+            # Rerankers read the only token of an answer, even if it is not shown as text.
             text = strip_marks(piece)
             if not is_shown_as_text:
                 text = text or self.vocabulary.text(token)
@@ -354,17 +336,13 @@ class OutputProcessor:
         return parts
 
     def finish(self, *, is_cut: bool = False) -> list[OutputPart]:
-        """Return the parts that were held back, once no more tokens come.
-
-        `is_cut`: the answer reached its length limit; otherwise the model ended it.
-        """
         parts = [self._scan_for_stops(part) for part in self.parser.flush(is_cut=is_cut)]
         rest = self.stops.flush()
         self._shown += len(rest)
         return [*parts, OutputPart(text=rest)]
 
     def take_logprobs(self, *, is_last: bool) -> Sequence[TokenLogprob]:
-        """Return the logprobs of tokens whose text has been returned, never of stop strings."""
+        """Return the logprobs of tokens whose text has been returned."""
         if not self._pending:
             return ()
         is_whole = is_last and not self.stops.is_stopped
@@ -372,7 +350,7 @@ class OutputProcessor:
         self._pending = self._pending[len(ready) :]
         if not self.stops.is_stopped:
             return [logprob for _, logprob in ready]
-        # A stop string may begin inside a token: only the text before it is shown.
+        # A stop string may begin inside a token, whose text is cut there.
         return [_cut_text(logprob, self._shown - start) for start, logprob in ready]
 
     def _scan_for_stops(self, part: OutputPart, *, may_stop: bool = True) -> OutputPart:

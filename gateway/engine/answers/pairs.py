@@ -8,10 +8,8 @@
     </function>
     </tool_call>
 
-A text may contain any of these marks, so the context of a mark decides. A text ends at an end mark
-that the next pair or the end of the call follows, but never inside a whole call or pair that the
-text itself contains. Models leave out marks, too: if no end is found, a lenient reading also ends a
-text before a pair that the function declares, and where the call ends without the text's end mark.
+A text may contain these marks, so it ends only before the next pair or the end of the call. If no
+end is found, a lenient scan allows for missing marks.
 """
 
 import json
@@ -46,27 +44,25 @@ _NAMES = {
     "name": rf"(?:{_QUOTE})?(?P<name>[^\\\s\"'<>{{}}]{{1,256}})(?:{_QUOTE})?",
     "key": r"(?P<key>[^<>\n]{1,256}?)",
 }
-_ATTRIBUTES = r"\s++(?:[^<>\s]++\s++){0,8}?"  # other attributes before a wanted one
+_ATTRIBUTES = r"\s++(?:[^<>\s]++\s++){0,8}?"  # other attributes before the wanted attribute
 _NAMED_GROUP = regex.compile(r"\(\?P<\w+>")
 _CDATA = regex.compile(r"\A\s*<!\[CDATA\[(.*)\]\]>\s*\Z", regex.DOTALL)
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """The call format of one model family: forms for writing calls, which also define how to read
-    them.
-    """
+    """The call format of one model family, whose patterns are made from the forms for writing."""
 
     call: str  # "<function={name}>\n{pairs}</function>"
     pair: str  # "<parameter={key}>\n{value}\n</parameter>\n"
     blocks: tuple[tuple[str, str], ...] = ()  # marks around calls
-    joins: bool = False  # all calls stand in one block
+    joins: bool = False  # one block has all calls
     whole: tuple[str, str] = ("", "")  # marks around all arguments as one JSON object
     write_value: Callable[[Any], str] = as_text
 
     @cached_property
     def marks(self) -> tuple[tuple[str, str], ...]:
-        """Return the marks that begin calls, each with the mark that ends them, or ""."""
+        """Return pairs of an opening mark and a closing mark, which may be ""."""
         opening = self.call.partition("{name}")[0].rstrip("\"'")
         return (*self.blocks, (opening, "")) if opening else self.blocks
 
@@ -80,7 +76,6 @@ class Pairs:
 
     @property
     def wraps(self) -> bool:
-        """Return True if an argument's text stands on lines of its own."""
         return "\n{value}\n" in self.pair
 
     @cached_property
@@ -91,7 +86,6 @@ class Pairs:
 
     @cached_property
     def _opening(self) -> str:
-        """Return a pattern of a call's beginning, up to its first pair or its end."""
         block = f"{_any(start for start, _ in self.blocks)}{_GAP}" if self.blocks else ""
         if len(self.marks) > len(self.blocks):
             block = f"(?:{block})?"
@@ -112,7 +106,7 @@ class Pairs:
 
     @cached_property
     def event_pattern(self) -> Any:
-        """Return a pattern of everything that may end a text, or begin a call or pair inside it."""
+        """Return a pattern of marks that may end a text, or begin a call or pair in the text."""
         key, opening = (_NAMED_GROUP.sub("(?:", each) for each in (self._key, self._opening))
         value_end = _any(filter(None, (self.value_end, self.whole[1])))
         return regex.compile(
@@ -151,7 +145,7 @@ class Pairs:
         if ending is Ending.CUT and any(
             mark.startswith(text[end:].strip()) for _, mark in self.blocks
         ):
-            end = len(text)  # the block's end mark is cut off
+            end = len(text)  # the answer was cut in the end mark of the block
         try:
             arguments = self._arguments(scan.texts, schema)
         except ValueError:
@@ -164,9 +158,7 @@ class Pairs:
     def _scan(
         self, text: str, at: int, schema: Mapping[str, Any], schemas: Schemas, ending: Ending
     ) -> "_Scan | None":
-        """Return a scan that found the call's end; None if the end is uncertain, or may depend on
-        more text.
-        """
+        """Return a scan that found the call's end, or None while the end is uncertain."""
         declared = _listed(schema, "properties")
         scan = _Scan(self, text, at, declared, schemas)
         if scan.end is not None:
@@ -179,7 +171,7 @@ class Pairs:
             return None
         if ending is Ending.CUT or scan.is_doubtful or (scan.depth and scan.holds_calls):
             return None
-        if text.rstrip().endswith(self.value_end):  # only the call's end is missing
+        if text.rstrip().endswith(self.value_end):  # only the call's end mark is missing
             text = text.rstrip() + self.call_end
         is_flat = not scan.holds_calls
         scan = _Scan(self, text, at, declared, schemas, is_lenient=True, is_flat=is_flat)
@@ -189,14 +181,13 @@ class Pairs:
     def _arguments(
         self, texts: Sequence[tuple[Any, str]], schema: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Return the arguments' values, typed by the family's marks or otherwise by the schema."""
         arguments: dict[str, Any] = {}
         allowed = Allowed(schema)
         for key, text in texts:
             kind = key.groupdict().get("kind")
             if self.write_value is as_cdata:
                 text = _CDATA.sub(r"\1", text)
-            if key["key"] is None:  # all arguments at once
+            if key["key"] is None:  # one JSON object has all arguments
                 arguments |= json.loads(text, strict=False)
             elif kind in ("true", "string"):
                 arguments[_unquote(key["key"])] = text
@@ -223,10 +214,7 @@ class Pairs:
 
 
 class _Scan:
-    """One scan through a text for the end of a call whose first pair begins at `at`.
-
-    The end is doubtful if, before the next call, another mark might end the call or a text as well.
-    """
+    """Scans a text for the end of a call whose first pair begins at `at`."""
 
     def __init__(
         self,
@@ -239,20 +227,20 @@ class _Scan:
         is_lenient: bool = False,
         is_flat: bool = False,
     ) -> None:
-        self.texts: list[tuple[Any, str]] = []  # pairs of a key's match and the key's text
-        self.end: int | None = None  # the place where the call ends
-        self.is_settled = False  # the end is certain, as another call follows
-        self.is_doubtful = False  # the call's end, or a pair's text, is not certain
-        self.is_lenient = is_lenient  # marks may be left out
-        self.depth = 0  # how many calls inside a text have not ended
+        self.texts: list[tuple[Any, str]] = []  # the match of each key, and the key's text
+        self.end: int | None = None
+        self.is_settled = False  # the end is certain because another call follows
+        self.is_doubtful = False  # several marks might end the call or a text
+        self.is_lenient = is_lenient  # marks may be missing
+        self.depth = 0  # the number of open calls inside a text
         self.holds_calls = False  # a text contains calls of known functions
-        self._is_flat = is_flat  # calls inside a text don't count
+        self._is_flat = is_flat  # calls inside a text are ignored
         self._form, self._text = form, text
         self._declared, self._schemas = declared, schemas
         self._key = form.key_pattern.match(text, at)
         self._value_end = at
-        self._inner = 0  # how many pairs inside a text have not ended
-        self._following: set[str] = set()  # names of pairs that directly follow a text's end
+        self._inner = 0  # the number of open pairs inside a text
+        self._following: set[str] = set()  # names of pairs right after an end mark
         events = form.event_pattern.finditer(text, self._key.end())
         if is_lenient:
             events = list(events)
@@ -286,7 +274,7 @@ class _Scan:
                 self._value_end = event.start()
             elif self._text[self.end : event.start()].strip():
                 self.is_doubtful = True
-            self.end = event.end()  # an end mark written twice ends one call
+            self.end = event.end()  # models may write an end mark twice
         elif self.is_lenient and self.end is None and kind in ("unclosed", "abrupt"):
             self._value_end, self.end = event.span()
             self.is_settled = kind == "abrupt"
@@ -294,7 +282,7 @@ class _Scan:
             self._inner = max(0, self._inner - 1)
 
     def _begin(self, event: Any, kind: str) -> None:
-        """Begin the next pair, unless the text that looks like one is part of a value."""
+        """Begin the next pair, unless its mark is part of the current text."""
         key = self._form.key_pattern.match(self._text, event.start(kind))
         is_closed = kind == "next"
         names = {self._key["key"], *(each["key"] for each, _ in self.texts)}
@@ -322,15 +310,12 @@ class _Scan:
 
 
 def _pattern(form: str) -> str:
-    """Return a pattern of the marks in a form.
-
-    A text's marks may have more attributes than the form's, and may lack all but the first.
-    """
+    """Return a pattern of the marks in a form, with extra or missing attributes."""
     pieces = regex.split(r'("?)\{(\w+)\}"?', form.strip())
     pattern = ""
     for before, quote, field in zip(pieces[::3], pieces[1::3], pieces[2::3], strict=False):
         words = [regex.escape(word).replace("=", r"\s*+=\s*+") for word in before.split()]
-        if field not in _NAMES:  # an attribute that may be missing
+        if field not in _NAMES:
             pattern += rf"(?:\s++{words[-1]}{_QUOTE}(?P<kind>\w+){_QUOTE})?"
         elif quote:
             pattern += rf"{_ATTRIBUTES.join(words)}{_QUOTED.format(field)}(?=[\s<>])"
@@ -345,7 +330,6 @@ def _any(marks: Iterable[str]) -> str:
 
 
 def _listed(schema: Mapping[str, Any], keyword: str) -> set[str]:
-    """Return the names in a schema's `properties` or `required`, none if they are malformed."""
     names = schema.get(keyword)
     listed = names if isinstance(names, Mapping | list) else ()
     return {name for name in listed if isinstance(name, str)}

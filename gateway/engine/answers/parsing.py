@@ -18,50 +18,41 @@ from gateway.engine.answers.output_parts import (
 )
 from gateway.engine.answers.stop_strings import held_back
 
-ReadCalls = Callable[[str, int, Ending], Reading | None]  # call_values.ReadCalls, given the schemas
+ReadCalls = Callable[[str, int, Ending], Reading | None]  # call_values.ReadCalls without schemas
 _State = Literal["text", "thinking", "call", "aside", "broken"]
 _Next = Literal["text", "thinking", "call", "aside", "noise"]
 
-BARE_SIZE: Final = 1024  # enough characters to decide whether an answer begins with a bare call
-EARLY: Final = 128  # enough characters after a mark in prose to see that it begins no call
-PROMPT_READS: Final = 8  # readings of a call at once; later ones wait until it has grown by half
-LAST_READS: Final = 32  # the most readings of calls once the answer has ended
+BARE_SIZE: Final = 1024  # characters that show whether an answer begins with a call without marks
+EARLY: Final = 128  # characters after a mark that show whether the mark begins a call
+PROMPT_READS: Final = 8  # readings of a call before `_Tail.put_off` delays the next reading
+LAST_READS: Final = 32  # the most readings of calls after the answer has ended
 PIECE: Final = 2048  # characters searched for marks at once
-# The most characters of an aside, each of at most 4 bytes.
-ASIDE_SIZE: Final = 1 << 17
+ASIDE_SIZE: Final = 1 << 17  # the most characters of an aside (see `Parser`)
 
 
 @dataclass(frozen=True, slots=True)
 class Markup:
-    """A model's marks, with tokens spelled as in the text of an answer."""
+    """A model's marks, with spelled tokens (output_parts.py)."""
 
     opens: tuple[str, ...] = ()  # marks that begin thinking
     closes: tuple[str, ...] = ()
-    calls: tuple[str, ...] = ()  # marks that begin calls
+    calls: tuple[str, ...] = ()
     call_ends: tuple[str, ...] = ()
-    words: tuple[str, ...] = ("",)  # beginnings of calls that other text may have, too
-    noise: tuple[str, ...] = ()  # marks that are dropped
-    around: tuple[str, ...] = ()  # marks that stand around all calls
-    # A pattern of answers that begin with a call without any mark: a regex.Pattern, which can match
-    # partially.
-    bare: Any = None
+    words: tuple[str, ...] = ("",)  # marks that may also stand in other text
+    noise: tuple[str, ...] = ()
+    around: tuple[str, ...] = ()  # marks around all calls
+    bare: Any = None  # a `regex.Pattern` of how answers begin with a call without marks
     read: ReadCalls | None = None
 
 
 class Parser(AnswerParser):
-    """Reads the text of one sequence as it grows.
+    """Splits the text of one sequence into parts as it grows.
 
-    A call in the model's own format is returned once it is complete; a call that cannot be read is
-    returned as text. Only the format can tell where a call ends, so text after a mark that may
-    begin a call is held back until the end is found. A forced call is returned as it grows, because
-    its grammar allows only {"name":…,"arguments":…}.
+    A call is returned once it is complete, or as text if it cannot be read. A sequence with a
+    grammar (`is_bound`) may think only at its start.
 
-    Thinking may open before any text and after a finished call. A grammar (`is_bound`) applies from
-    the first text on, so a bound sequence may open thinking only at its very beginning. A continued
-    answer (`is_begun`) already has text. Text after the last allowed call is dropped.
-
-    Inside a thought, a special token that begins a call ends the thought. Any other mark of a call
-    begins an aside, which is a call if the answer ends with it, and otherwise part of the thought.
+    Inside a thought, the mark of a call begins an aside unless the mark is a special token. An
+    aside is a call if the answer ends with it, and part of the thought otherwise.
     """
 
     def __init__(
@@ -78,18 +69,17 @@ class Parser(AnswerParser):
         self._markup = markup
         self._state: _State = "thinking" if is_thinking else "text"
         self._held = ""
-        # The text after `_held`, last part first. Pieces of it move to `_held` to be searched.
-        self._later: list[str] = []
+        self._later: list[str] = []  # the text after `_held`, last part first
         self._is_over = False
         self._counting: dict[tuple[Any, ...], dict[str, _Next]] = {}  # results of `_marks`
         self._tail = _Tail("")
         self._is_in_thought = False  # the last mark began a call in a thought
-        self._is_fresh = is_thinking  # the text is after a mark: leading white space is dropped
+        self._is_fresh = is_thinking  # leading white space is dropped after a mark
         self._is_bound = is_bound
-        self._has_text = is_begun
+        self._has_text = is_begun  # a continued answer has text
         self._may_think = not is_begun
         self._reads_bare = mode == "free" and markup.bare is not None
-        self._may_be_bare = self._reads_bare and not is_begun  # the next text may be a bare call
+        self._may_be_bare = self._reads_bare and not is_begun
 
     @property
     def is_thinking(self) -> bool:
@@ -126,12 +116,11 @@ class Parser(AnswerParser):
         return parts
 
     def _drain(self, parts: list[OutputPart]) -> None:
-        """Take all text that is certain."""
         while not self._calls.is_full and (self._advance(parts) or self._feed()):
             pass
 
     def _feed(self) -> bool:
-        """Move a piece of the later text into `_held`; return False if there is none to move."""
+        """Move a piece of `_later` into `_held`, if there is one."""
         if not self._later or self._is_last_call:
             return False
         text = self._later.pop()
@@ -142,11 +131,10 @@ class Parser(AnswerParser):
 
     @property
     def _is_last_call(self) -> bool:
-        """Return True if the answer has ended and its rest may belong to the call under way."""
         return self._is_over and self._state == "call"
 
     def _advance(self, parts: list[OutputPart]) -> bool:
-        """Take the text up to the next mark; return True if there may be another mark."""
+        """Take the text up to the next mark, and return True if another mark may follow."""
         if self._is_waiting() or self._is_last_call:
             return False
         marks, held = self._marks(), self._held
@@ -169,7 +157,6 @@ class Parser(AnswerParser):
         return True
 
     def _take(self, text: str, parts: list[OutputPart]) -> None:
-        """Take text that has no mark."""
         if self._state in ("call", "aside"):
             self._tail.add(text)
         else:
@@ -193,12 +180,12 @@ class Parser(AnswerParser):
             self._is_in_thought = was_thinking and following == "call"
         begins_text = was_thinking and following == "text" and not self._has_text
         self._may_be_bare = self._reads_bare and (self._may_be_bare or begins_text)
-        # White space is kept if a grammar may ask for it, or if it follows a mark that is shown.
+        # White space is kept if a grammar may ask for it, and after marks that are shown.
         is_kept = (was_thinking and self._is_bound) or mark in self._markup.call_ends
         self._is_fresh = not is_kept
 
     def _is_waiting(self) -> bool:
-        """Return True while an answer that has just begun may still turn out to be a bare call."""
+        """Return True while a new answer may still become a call without marks."""
         if not self._may_be_bare or self._state != "text":
             return False
         assert self._markup.bare is not None
@@ -211,7 +198,7 @@ class Parser(AnswerParser):
         return False
 
     def _marks(self) -> dict[str, _Next]:
-        """Return the marks that count in this state, and the state that each leads to."""
+        """Return the marks that count in this state, each with the state after the mark."""
         state = (self._state, self._has_text, self._may_think, self._is_in_thought)
         if state not in self._counting:
             self._counting[state] = self._marks_that_count()
@@ -246,9 +233,7 @@ class Parser(AnswerParser):
         return marks
 
     def _to_parts(self, pending: str, *, is_call: bool = False) -> list[OutputPart]:
-        """Return text as parts of the current kind. `is_call`: the text of a call that cannot be
-        read, which keeps its special tokens.
-        """
+        """Return text as parts, with special tokens if it is a call that cannot be read."""
         if is_call:
             text = spell_out(pending)
         else:
@@ -266,7 +251,7 @@ class Parser(AnswerParser):
         return self._answer(text)
 
     def _read(self, parts: list[OutputPart], ending: Ending) -> bool:
-        """Read the call under way; return True if more text cannot change the result."""
+        """Read the call under way, and return True if the result is final."""
         assert self._markup.read is not None
         spelled = self._tail.text
         try:
@@ -274,7 +259,7 @@ class Parser(AnswerParser):
         except ValueError:
             self._give_up(parts)
             return True
-        except Exception:  # any error of a reader
+        except Exception:
             reading = None
         if reading is None:
             self._tail.put_off()
@@ -294,9 +279,7 @@ class Parser(AnswerParser):
         return True
 
     def _give_up(self, parts: list[OutputPart]) -> None:
-        """Add text that turned out to be no call, up to the mark that would have ended the call,
-        or the thought around it. Nothing in this text is read as a call again.
-        """
+        """Add text that is no call, up to the end mark of the call or of the thought around it."""
         spelled, markup = self._tail.text, self._markup
         ends = markup.closes if self._is_in_thought else markup.call_ends
         places = [spelled.find(mark) for mark in ends if mark in spelled]
@@ -310,7 +293,6 @@ class Parser(AnswerParser):
         parts += self._to_parts(spelled[:end], is_call=True)
 
     def _end_aside(self, parts: list[OutputPart], ending: Ending) -> None:
-        """Add the calls that a thought ends with, or else the rest of the thought."""
         spelled = self._tail.text
         begin, read = self._last_calls(spell_out(spelled)) if ending is Ending.END else (0, [])
         calls = self._write(read)
@@ -345,7 +327,6 @@ class Parser(AnswerParser):
         return begin, calls
 
     def _write(self, read: Sequence[Call]) -> list[OutputPart]:
-        """Return finished calls as parts; none if they cannot be written."""
         try:
             calls = self._calls.write(read)
         except Exception:  # arguments that JSON cannot express
@@ -356,15 +337,14 @@ class Parser(AnswerParser):
 
 
 def _any(marks: Sequence[str]) -> re.Pattern[str]:
-    """Return a pattern of marks, in plain letters."""
     return re.compile("|".join(re.escape(spell_out(mark)) for mark in marks) or "(?!)")
 
 
 class _Tail:
-    """An answer's text from a mark that may begin a call on, and when to read that text."""
+    """The text since a mark that may begin a call, and when to read that text."""
 
     def __init__(self, opening: str) -> None:
-        self.opening = opening  # empty for a call without any mark
+        self.opening = opening
         self.size = len(opening)
         self._pieces = [opening]
         self._reads = 0
@@ -376,7 +356,7 @@ class _Tail:
 
     @property
     def is_early(self) -> bool:
-        """Return True if the text, not read yet, is long enough to show that no call begins."""
+        """Return True if unread text is long enough to show whether a call begins."""
         return self._reads == 0 and self.size >= EARLY
 
     @property
@@ -388,8 +368,6 @@ class _Tail:
         self.size += len(text)
 
     def put_off(self) -> None:
-        """Put off the next reading until the text has grown by half. Reading it after each piece
-        would take quadratic time.
-        """
+        """Delay the next reading until the text has grown by half, to avoid quadratic time."""
         self._reads += 1
         self._due = self.size * 3 // 2

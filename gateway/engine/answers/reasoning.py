@@ -18,29 +18,27 @@ from gateway.registry.names import REASONING_PARSERS, canonical_names
 class ReasoningFormat:
     """Marks that open and close thinking, and the models that write them."""
 
-    name: str  # the canonical name (registry/names.py)
+    name: str
     models: str  # the models in words, for docs/tools.md
     starts: tuple[str, ...] = ()
     ends: tuple[str, ...] = ()
     noise: tuple[str, ...] = ()  # further marks, which are dropped
-    # Words in templates of the format, needed if other formats have the same marks.
-    written: tuple[str, ...] = ()
+    written: tuple[str, ...] = ()  # words in templates, if other formats have the same marks
 
     @property
     def marks(self) -> tuple[str, ...]:
         return (*self.starts, *self.ends, *self.noise)
 
 
-# Thinking is on channels, not between marks; harmony.py has the parser.
+# Thinking is on channels, not between marks (harmony.py).
 HARMONY = ReasoningFormat("openai_gptoss", "gpt-oss and Muse: in channels", noise=HARMONY_TOKENS)
 _THINK = (("<think>",), ("</think>",))
-# The order of the rows is the order of the search.
+# The search takes the first row that matches.
 _ROWS = (
     HARMONY,
-    # MiniMax M3 may begin an answer with an end mark, which is dropped as noise then.
+    # MiniMax M3 may begin an answer with an end mark, which is dropped.
     ReasoningFormat(
         "minimax_m3", "MiniMax M3", ("<mm:think>",), ("</mm:think>",), ("</mm:think>",)),
-    # The next two formats put their answer between marks as well.
     ReasoningFormat(
         "granite_response", "Granite 3.3, with its answer in `<response>`", *_THINK,
         ("<response>", "</response>"), ("<response></response>",),
@@ -67,7 +65,7 @@ _ROWS = (
     ),
     ReasoningFormat("apertus", "Apertus", ("<|inner_prefix|>",), ("<|inner_suffix|>",)),
     ReasoningFormat("exaone_deep", "EXAONE Deep", ("<thought>",), ("</thought>",)),
-    # Granite 3.2 marks thoughts and answers with sentences; quantized models write "Here's".
+    # Quantized models write "Here's".
     ReasoningFormat(
         "granite", "Granite 3.2",
         ("Here is my thought process:", "Here's my thought process:"),
@@ -82,12 +80,12 @@ _NAMES = canonical_names(REASONING_PARSERS)
 
 
 def reasoning_format(name: str) -> ReasoningFormat:
-    """Return the format of this name, canonical or not. Raises KeyError if there is none."""
+    """Return the format of this name, canonical or not. Raises KeyError."""
     return REASONING_FORMATS[_NAMES[name]]
 
 
 def infer_reasoning(vocabulary: Container[str], template: str, model_type: str) -> str:
-    """Return the name of a model's format, found by its tokens or otherwise by its template."""
+    """Return the name of a model's format, found by the model's tokens or else template."""
     has_channels = "to=self<|message|>" in template or all(t in vocabulary for t in HARMONY_TOKENS)
     if has_channels or model_type in ("gpt_oss", "muse_spark", "muse_glimmer"):
         return HARMONY.name
@@ -104,15 +102,13 @@ def _has_tokens(mark: str, vocabulary: Container[str]) -> bool:
     return bool(tokens) and all(token in vocabulary for token in tokens)
 
 
-_TAIL = 256  # last characters of an answer that are kept: more than the longest mark
+_TAIL = 256  # characters kept at the end of an answer, more than the longest mark has
 
 
 class ThinkingBudget:
-    """Forces the end of a sequence's thinking after `limit` tokens. Tokens of marks count only
-    inside a thought. The state depends only on the sequence's tokens.
+    """Forces the end of a sequence's thinking after `limit` tokens.
 
-    `ends` are the marks that end a thought, and `tail` is the end of the prompt, both with spelled
-    tokens.
+    `ends` are the marks that end a thought, and `tail` is the end of the prompt.
     """
 
     def __init__(
@@ -128,12 +124,12 @@ class ThinkingBudget:
         tail: str = "",
     ) -> None:
         self._left = limit
-        # A separate parser, because the answer's parser lags behind while a step is launched.
+        # The answer's parser cannot be shared, because it lags behind while a step is launched.
         self._parser = parser
         self._spell = spell
         self._encode = encode
         self._ends = ends
-        self._opens = opens  # the tokens that open a thought if they follow `opens_after`
+        self._opens = opens  # tokens that open a thought after `opens_after`
         self._opens_after = opens_after
         self._tail = tail
         self._has_thought = parser.is_in_thought
@@ -143,24 +139,22 @@ class ThinkingBudget:
 
     @property
     def forced(self) -> int | None:
-        """Return the token that must be next; None if any token may be."""
         return self._forced[0] if self._forced else None
 
     @property
     def barred(self) -> frozenset[int]:
-        """Return the tokens that would open another thought, once the budget is used up."""
+        """Return the tokens that would open another thought after the budget is used up."""
         if self._left or not self._has_thought or self._parser.is_in_thought:
             return frozenset()
         return self._opens if self._tail.endswith(self._opens_after) else frozenset()
 
     def room(self, limit: int) -> int:
-        """Return how many tokens after the next token can't be forced, at most `limit`."""
+        """Return how many tokens after the next token are surely free, at most `limit`."""
         if self.barred and not self._opens_after:
             return limit
         return max(0, min(limit, self._left - 1))
 
     def take(self, token: int) -> None:
-        """Take the next token."""
         if self._parser.is_in_thought:
             self._left = max(0, self._left - 1)
         text = self._spell(token)
@@ -172,28 +166,25 @@ class ThinkingBudget:
         self._force()
 
     def _force(self) -> None:
-        """Force an end mark once the budget is used up, unless one is being forced already. If the
-        model has begun the mark, force only its rest.
-        """
+        """Force an end mark, or the rest of a begun mark, once the budget is used up."""
         if self._left or self._forced:
             return
         begun = {end: held_back(self._tail, (end,)) for end in self._ends}
         end = max(begun, key=begun.__getitem__)
-        # No thought is open between two messages: only a mark already begun is completed there, so
-        # that a header stays whole.
+        # Between two messages, only a begun mark is completed, so that no header is broken.
         is_between = self._parser.is_thinking and not self._has_answered and begun[end] > 0
         if not (self._parser.is_in_thought or is_between):
             return
         rest = end[begun[end] :]
         ids = list(self._encode(rest))
-        # Some tokenizers put a space before the text that they encode: force the whole mark then.
+        # Some tokenizers put a space before the text that they encode, so the whole mark is forced.
         if "".join(map(self._spell, ids)) != rest:
             ids = list(self._encode(end))
         self._forced = ids
 
 
 class Thinking:
-    """Tracks whether a sequence is thinking; its grammar applies only afterwards."""
+    """Tracks whether a sequence is thinking, because its grammar applies only afterwards."""
 
     def __init__(
         self,
@@ -208,17 +199,15 @@ class Thinking:
     ) -> None:
         self.is_on = is_on
         self.budget = budget
-        self.stops = sorted(stops)  # the tokens that would end the answer
-        # The token that begins thinking if it is the answer's first token, and the token that ends
-        # thinking; None if the mark is not a single token.
-        self.opens_with = opens_with
-        self.closes_with = closes_with
+        self.stops = sorted(stops)
+        self.opens_with = opens_with  # begins thinking if it is the answer's first token
+        self.closes_with = closes_with  # ends thinking
         self._spell = spell
-        self._ends = ends  # finds the end of thinking in spelled text
+        self._ends = ends
         self._tail = ""
 
     def take(self, token: int) -> bool:
-        """Take the next token; return True if the grammar does not apply to it."""
+        """Take the next token, and return True if the grammar does not apply to it."""
         was_on = self.is_on
         if self.budget is not None:
             self.budget.take(token)

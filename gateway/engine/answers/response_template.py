@@ -1,8 +1,7 @@
 """Reads answers by the checkpoint's `response_template`, for families that have no parser here.
 
-The template's format is transformers' (utils/chat_parsing): patterns that split a whole text into
-the fields of a message. A checkpoint's patterns may run forever, so transformers applies them in
-the sandbox.
+transformers (utils/chat_parsing) applies the template's patterns, in the sandbox because they may
+run forever.
 """
 
 import hashlib
@@ -19,36 +18,33 @@ from gateway.jobs.steps import SequenceParams
 
 PREFIX_TOKENS: Final = 256  # last tokens of the prompt, where a template may open a thought
 MOST_BYTES: Final = 1 << 29  # bytes of memory in the sandbox
-MOST_ENDED: Final = 3  # answers in a row that ended the sandbox's process
+MOST_ENDED: Final = 3  # the most answers in a row that may end the sandbox's process
 BUSY_S: Final = 2.0
 THOUGHTS: Final = ("thinking", "reasoning_content", "reasoning")
 FIELDS: Final = frozenset({"role", "content", "tool_calls", *THOUGHTS})
 
 
 class ResponseTemplate:
-    """Reads answers by a checkpoint's template. `problem` says why it doesn't: the template is
-    invalid, or several answers in a row ended the sandbox's process. Safe on any thread.
+    """Reads answers by a checkpoint's template. Threads may share it.
+
+    `problem` says why the template is not used, or is None.
     """
 
     def __init__(self, template: Any, sandbox: Sandbox) -> None:
         self._request = {"kind": "reading", "template": template, "max_bytes": MOST_BYTES}
         self._sandbox = sandbox
-        self._ended = 0  # answers in a row that ended the process
+        self._ended = 0
         outcome, why = self._ask(None, "", {})
         self.problem = None if outcome in ("read", "busy", "slow", "killed") else str(why)
 
     def read(
         self, params: SequenceParams, text: str, prefix: str, calls: CallWriter, *, is_cut: bool
     ) -> Reading:
-        """Return the parts of a whole answer: reasoning, text and calls.
+        """Return the parts of a whole answer, and an event to log with its reason, or None.
 
-        `text` has its special tokens spelled, and `prefix` is the end of its prompt. An answer that
-        cannot be read is returned as text. If it has a call that was cut or that is not allowed,
-        its reasoning stays reasoning and the rest is text. In both cases the second value is an
-        event to log and the reason; otherwise it is None.
-
-        Takes up to the sandbox's time limit. Raises Overloaded if the sandbox is busy with other
-        answers, and Unavailable if the system killed its process or gave it no processor time.
+        `text` has spelled tokens, and `prefix` is the end of the prompt. An answer that cannot be
+        read is returned as text. Raises Overloaded if the sandbox is busy, and Unavailable if its
+        process was killed or got no processor time.
         """
         functions: dict[str, Mapping[str, Any]] = {}
         if params.calling is not None and not is_cut:
@@ -74,13 +70,12 @@ class ResponseTemplate:
     def _ask(self, text: str | None, prefix: str, functions: Mapping[str, Any]) -> tuple[str, Any]:
         tools = [{"name": name, "parameters": each} for name, each in functions.items()]
         given = {"text": text, "prefix": prefix, "tools": tools}
-        most = 2 * len(f"{text}{prefix}")  # characters of a message, which is the text as JSON
+        most = 2 * len(f"{text}{prefix}")
         request = {**self._request, **given, "max_chars": most}
-        # The key covers the whole request, because a pattern may run forever on one answer and read
-        # the next.
+        # The key covers the text, because a pattern that hangs on one text may read another.
         key = hashlib.blake2b(json.dumps(request).encode(), digest_size=32).digest()
         outcome, value = self._sandbox(request, key)
-        if outcome in ("busy", "killed"):  # caused by other work, which may be over
+        if outcome in ("busy", "killed"):  # other work caused this, and may be over
             outcome, value = self._sandbox(request, key)
         return outcome, value
 
@@ -88,8 +83,9 @@ class ResponseTemplate:
 def _parts(
     index: int, message: Any, text: str, functions: Mapping[str, Any], calls: CallWriter
 ) -> Reading:
-    """Return the parts of a text, given the message that transformers read from it. Raises
-    ValueError, AttributeError or TypeError if the message has another format than transformers'.
+    """Return the parts of a message that transformers read from `text`.
+
+    Raises ValueError, AttributeError or TypeError if the message is malformed.
     """
     thoughts = next((message[name] for name in THOUGHTS if message.get(name)), "")
     content, listed = message.get("content") or "", message.get("tool_calls") or []

@@ -1,13 +1,13 @@
-"""Ends an answer before its first stop string, and holds back text that may become one."""
+"""Ends an answer before its first stop string."""
 
 from collections.abc import Collection, Sequence
 
 
 def held_back(text: str, marks: Collection[str]) -> int:
-    """Return how many characters at the end of `text` may be the beginning of one of `marks`."""
+    """Return how many characters at the end of `text` may begin one of `marks`."""
     longest = max(map(len, marks), default=1) - 1
     if not any(mark[:1] in text for mark in marks):
-        return 0  # the case of nearly every token of an answer
+        return 0
     for size in range(min(longest, len(text)), 0, -1):
         if any(mark.startswith(text[-size:]) for mark in marks):
             return size
@@ -15,7 +15,7 @@ def held_back(text: str, marks: Collection[str]) -> int:
 
 
 class StopScanner:
-    """Ends a text before the first stop string that is complete in it."""
+    """Ends a text before the stop string that is complete first."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = [stop for stop in stops if stop]
@@ -27,7 +27,6 @@ class StopScanner:
         return self.met is not None
 
     def push(self, piece: str) -> str:
-        """Return the text that is certain now; empty after a stop string."""
         if self.is_stopped:
             return ""
         if not self._stops:
@@ -36,7 +35,7 @@ class StopScanner:
         places = [(text.find(stop), stop) for stop in self._stops if stop in text]
         matches = [(at + len(stop), at) for at, stop in places]
         if matches:
-            # The stop string that is complete first ends the text; of several, the longest.
+            # The stop string that is complete first counts, and of several, the longest.
             end, at = min(matches)
             self.met = text[at:end]
             return text[:at]
@@ -45,7 +44,6 @@ class StopScanner:
         return text[:cut]
 
     def flush(self) -> str:
-        """Return the text that was held back, once no more comes."""
         if self.is_stopped:
             return ""
         text, self._held = self._held, ""

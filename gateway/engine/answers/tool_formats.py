@@ -27,8 +27,7 @@ from gateway.engine.answers.output_parts import NewId, kimi_id, mistral_id, open
 from gateway.engine.answers.pairs import Pairs
 from gateway.registry.names import TOOL_PARSERS, canonical_names
 
-# A call without marks, at the beginning of an answer: JSON that names one of the functions, or
-# Python that calls one.
+# Patterns of calls without marks, in which {} stands for the names of the functions.
 _BARE_JSON = (
     r"\s*+(?:```(?:json)?\s*+)?\[?\s*+\{{\s*+"
     r'(?:"type"\s*+:\s*+"function"\s*+,\s*+)?"(?:name|function)"\s*+:\s*+"(?:{})"'
@@ -40,29 +39,23 @@ _BARE_GEMMA = r"\s*+call:\s*+(?:{})\s*+[{{(]"
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """How a family of models writes calls, and how its checkpoints are known."""
+    """How a family of models writes calls, and how its checkpoints are recognized."""
 
-    name: str  # the canonical name (registry/names.py)
+    name: str
     models: str  # the family in words, for docs/tools.md
     read: Pairs | Bodies
     noise: tuple[str, str] | tuple[()] = ()  # marks around all calls together
-    # A pattern of answers that begin with a call without marks; {} stands for the functions' names.
-    bare: str | None = None
+    bare: str | None = None  # the pattern of a call without marks, which may begin an answer
     new_id: NewId = openai_id
-    # A call is JSON with "name" and "arguments" between marks, which a grammar can describe.
-    is_json: bool = False
-    is_separate: bool = False  # calls are messages of their own, separate from the answer
-    # Alternatives, each with words that all occur in a template of the family. None stands for the
-    # first opening mark.
+    is_json: bool = False  # calls are JSON between marks, so that a grammar can describe calls
+    is_separate: bool = False  # calls are separate messages
+    # Sets of words, one of which a template of the family contains; None means the first mark.
     written: tuple[tuple[str, ...], ...] | None = None
     tokens: tuple[str, ...] = ()  # tokens in no other family's vocabulary
-    model_types: tuple[str, ...] = ()  # checkpoints whose template shows tools but no mark
+    model_types: tuple[str, ...] = ()  # model types whose templates have tools but no marks
 
     @property
     def marks(self) -> Sequence[tuple[str, str]]:
-        """Return the pairs of marks around calls; the second mark is empty if only the answer's end
-        ends the call.
-        """
         return self.read.marks
 
     @property
@@ -71,27 +64,23 @@ class ToolFormat:
 
     @property
     def words_of_calls(self) -> tuple[str, ...]:
-        """Return beginnings of calls that may also occur in other text."""
+        """Return opening marks that may also stand in other text."""
         if isinstance(self.read, Bodies):
             return ()
         return tuple(start for start, end in self.marks if not end)
 
     def write(self, calls: Sequence[Call]) -> str:
-        """Return the text of calls, as a model of the family writes it."""
         first, last = self.noise or ("", "")
         return f"{first}{self.read.write(calls)}{last}"
 
     def begins(self, names: Sequence[str]) -> Any:
-        """Return a pattern of how a call of one of the functions begins without marks; None if the
-        format has no calls without marks.
-        """
+        """Return a pattern of calls without marks to these functions, or None."""
         if self.bare is None or not names:
             return None
         alternatives = "|".join(map(regex.escape, sorted(names)))
         return regex.compile(self.bare.replace("{}", alternatives).replace("{{", "{"))
 
     def is_in(self, template: str) -> bool:
-        """Return True if a template writes calls in this format."""
         written = self.written
         if written is None:
             written = tuple((start,) for start, _ in self.marks[:1])
@@ -135,7 +124,7 @@ def _gemma_calls(delimiter: str, marks: tuple[str, str]) -> Bodies:
 
 
 NO_TOOLS = ToolFormat("none", "calls, if any, are text", Bodies(read_json))
-# The order of the rows is the order of the search in a template.
+# The search takes the first row that matches.
 _ROWS = (
     ToolFormat("minimax_m2", "MiniMax M2",
         Pairs(
@@ -209,8 +198,7 @@ _ROWS = (
     ToolFormat("cohere_command3", "Command A and R7B",
         Bodies(read_json, (("<|START_ACTION|>", "<|END_ACTION|>"),), _COHERE, is_list=True),
         tokens=("<|START_ACTION|>",)),
-    # The first Command-R, which had no tokens for calls. Its template has these words, and
-    # "directly_answer" or "directly-answer".
+    # The template of the first Command-R has "directly_answer" or "directly-answer".
     ToolFormat("command_r", "Command-R",
         Bodies(
             read_json, (("Action:```json", "```"), ("Action: ```json", "```")), _COHERE,
@@ -253,7 +241,6 @@ _ROWS = (
         Bodies(read_json, tuple(
             (f"<|action_start|>{gap}<|plugin|>", "<|action_end|>") for gap in ("", " ")
         ), _PARAMETERS)),
-    # The next two are not recognized by words of a template.
     ToolFormat("openai", "gpt-oss (harmony)",
         Bodies(
             read_json, call="<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"
@@ -275,21 +262,21 @@ _NAMES = canonical_names(TOOL_PARSERS)
 
 
 def tool_format(name: str) -> ToolFormat:
-    """Return the format of this name, canonical or not. Raises KeyError if there is none."""
+    """Return the format of this name, canonical or not. Raises KeyError."""
     return TOOL_FORMATS[_NAMES[name]]
 
 
 def infer_tools(
     vocabulary: Container[str], template: str, model_type: str, declared: str | None
 ) -> str | None:
-    """Return the name of a checkpoint's format; None if no known format matches.
+    """Return the name of a checkpoint's format, or None if no known format matches.
 
-    `declared` is the format named by the checkpoint or otherwise by mlx-lm.
+    `declared` is the format that the checkpoint names, or else mlx-lm.
     """
     has_channels = all(token in vocabulary for token in HARMONY_TOKENS)
     if model_type == "gpt_oss" or (has_channels and "<atem:function_calls>" not in template):
         return "openai"
-    # "pythonic" is LFM2's format, with marks, in mlx-lm, and Llama's, without marks, in vLLM.
+    # "pythonic" means LFM2's format in mlx-lm, and Llama's format in vLLM.
     named = "lfm2" if declared == "pythonic" else _NAMES.get(declared or "none")
     if named not in (None, "none", "hermes"):
         return named
@@ -298,8 +285,7 @@ def infer_tools(
         return next((form.name for form in _ROWS if is_it(form)), None)
 
     written = first(lambda form: form.is_in(template))
-    # Granite 3 and Hermes' format share a mark. Only Granite 4, whose templates have
-    # `tool_call.name`, writes Hermes' format.
+    # Granite 3 and Granite 4 share a mark, but only Granite 4's templates have `tool_call.name`.
     if written == "hermes" and model_type == "granite" and "tool_call.name" not in template:
         return "granite"
     if written is not None or named == "hermes":

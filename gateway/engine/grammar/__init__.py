@@ -1,12 +1,12 @@
-"""Constrains answers to a format: from a caller's grammar or schema to the token mask of a step.
+"""Constrains answers to a caller's grammar or schema, by masks of the tokens that may come next.
 
-structured     one model's grammars and masks; checks of finished answers; used by other packages
+structured     compiles one model's grammars, masks its logits, checks finished answers
 calls          makes a grammar from the functions that may be called
-schemas        JSON Schemas as values: reads, checks, walks and rebuilds them
-unenforced     leaves out the parts of a schema that no grammar can enforce, and lists them
-patterns       regular expressions: which ones can be enforced, the lengths of matches; formats
-schema_bounds  tightens a schema: bounds strings, arrays and numbers
-compiling      compiles a grammar to the matchers of sequences, with llguidance
+schemas        reads, checks, walks and rebuilds JSON Schemas
+unenforced     leaves out the keywords of a schema that no grammar can enforce
+patterns       tells which regular expressions and formats of strings can be enforced
+schema_bounds  bounds strings, arrays and numbers in a schema
+compiling      compiles a grammar to matchers, with llguidance
 tokenizer      a model's tokens in the form that grammars need
-matching       tracks how far a sequence is in its grammar; the masks of a step
+matching       tracks each sequence's place in its grammar, and makes masks
 """

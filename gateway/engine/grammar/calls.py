@@ -1,7 +1,5 @@
-"""Makes the grammar of an answer from the functions that it may call.
+"""Makes the grammar of an answer from the functions that it may call, in llguidance's Lark.
 
-Grammars are in llguidance's variant of Lark, in which `%json` is followed by a JSON Schema and
-stands for a value that fits it.
 Source: https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md
 """
 
@@ -17,7 +15,7 @@ from gateway.jobs.chat import Calling, Function, Grammar, SchemaRule
 
 _ANSWER: Final = "answer"
 _FREE: Final = "start: tag* TEXT"
-# Any of these keywords may allow an object properties that its `properties` keyword doesn't name.
+# Keywords that may allow properties that the keyword `properties` does not name.
 _OPENING = frozenset(
     {
         "additionalProperties", "patternProperties", "propertyNames", "unevaluatedProperties",
@@ -29,31 +27,27 @@ _OPENING = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class CallFormat:
-    """How a model writes a call if no grammar forces it to: JSON between two marks."""
+    """How a model writes calls, as JSON between two marks or as separate messages."""
 
     start: str
     end: str
-    # True if llguidance treats the mark (`start`, `end`) as a special token, which has no bytes.
-    is_special: bool
+    is_special: bool  # `start` is a special token, which has no bytes
     closing_is_special: bool
-    # True if calls are messages of their own, to which the answer's grammar does not apply.
-    is_separate: bool = False
+    is_separate: bool = False  # the answer's grammar does not apply to calls
 
 
 def answer_grammar(
     calling: Calling | None, form: CallFormat | None, answer: Grammar | None
 ) -> Grammar | None:
-    """Return the grammar of an answer that may make calls in the model's format, `form`; None if
-    nothing constrains the answer.
+    """Return the grammar of an answer that may make calls, or None if nothing constrains it.
 
-    If there is also a grammar for the answer's text, `answer`, the result allows either calls or
-    such a text. Its rules for `schemas` are added when it is compiled (`with_schemas`). Raises
-    BadRequest if the model's call format cannot be combined with `answer`.
+    With a grammar `answer` for the text, the result allows either calls or a text. Raises
+    BadRequest if `form` cannot be combined with `answer`.
     """
     if calling is None:
         return answer
     tools = calling.functions
-    # A forced call is bare JSON: {"name":…,"arguments":…}.
+    # A forced call is JSON without marks.
     if calling.forced:
         rules = [
             SchemaRule(_arguments(i), tool.name, json.dumps(_close(tool.parameters)), tool.strict)
@@ -62,7 +56,7 @@ def answer_grammar(
         return Grammar("calls", _lark("start: call", tools, rules), schemas=tuple(rules))
     if form is not None and form.is_separate:
         return answer
-    # A free call is in the model's own format; a strict function's schema constrains its arguments.
+    # In free calls, only the schemas of strict functions constrain arguments.
     rules = [
         SchemaRule(_arguments(i), tool.name, json.dumps(dict(tool.parameters)), strict=True)
         for i, tool in enumerate(tools)
@@ -90,20 +84,16 @@ def answer_grammar(
 
 
 def is_free(calls: Grammar) -> bool:
-    """Return True if a grammar of calls allows any text around the calls; False if it allows only
-    JSON and the calls' marks.
-    """
+    """Return True if a grammar of calls allows any text around the calls."""
     return calls.source.startswith(_FREE)
 
 
 def with_schemas(source: str, schemas: Mapping[str, Schema]) -> str:
-    """Return a grammar of calls with a rule added for each of `schemas`, keyed by rule name."""
     return "\n".join([source, *(f"{rule}: {_json(schemas[rule])}" for rule in schemas)])
 
 
 def _close(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Forbid arguments that a function does not declare, unless its schema may allow others."""
-    # A model that must call a function without parameters would otherwise invent them endlessly.
+    # A model that must call a function without parameters would invent arguments endlessly.
     closed = {**parameters, "type": "object"}
     if not _OPENING & parameters.keys() and not _needs_more(parameters):
         closed["additionalProperties"] = False
@@ -111,9 +101,7 @@ def _close(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _needs_more(parameters: Mapping[str, Any]) -> bool:
-    """Return True if a schema requires properties that it does not declare. The schema may be
-    invalid: it is not checked yet.
-    """
+    # The schema has not been checked yet, so it may be invalid.
     properties, required = parameters.get("properties", {}), parameters.get("required", [])
     if not isinstance(properties, dict) or not isinstance(required, list):
         return False
@@ -139,10 +127,9 @@ def _lark(
     opening: str = "",
     closing: str = "",
 ) -> str:
-    """Return a grammar's text. Its rule `call` matches a call of any of the functions."""
+    """Return a grammar whose rule `call` matches a call of any of the functions."""
     gap, before = "", ""
-    # Calls between marks get the spaces that models are trained to write; calls without marks have
-    # none.
+    # Calls between marks have the spaces that models are trained to write.
     if closing:
         gap, before = " ", '"\\n"? '
     names = " | ".join(f"call_{i}" for i in range(len(functions)))

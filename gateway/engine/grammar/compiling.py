@@ -1,9 +1,7 @@
 """Compiles a caller's grammar to matchers for sequences, or refuses it with a reason.
 
-Outlines provides types, and the backends that make the tokenizer and the grammar. Its matchers and
-masks are not used, because they go on without the grammar if it fails: ours are in matching.py.
-Compiling takes milliseconds or more: run it on a worker thread, never on the lane. Each grammar is
-compiled in the sandbox first, so a grammar that crashes llguidance never crashes this process.
+Each grammar is compiled in the sandbox first, because some grammars crash llguidance. Outlines'
+matchers are not used, because they ignore the grammar after an error.
 """
 
 import hashlib
@@ -39,15 +37,12 @@ from gateway.jobs.chat import Grammar
 
 # Bounds of llguidance's parser, here and in the sandbox.
 LIMITS: Final[Mapping[str, Any]] = {"max_lexer_states": 50_000, "verbose_errors": False}
-# Copies of a matcher share a lexer, whose number of states only grows. After this many copies, a
-# matcher with a new lexer is made.
+# The number of copies of a matcher that share a lexer, whose number of states only grows.
 RENEW_AFTER: Final = 256
-BUSY_S: Final = 2.0  # seconds after which a caller should retry
-# Bytes of memory allowed in the sandbox. Grammars within llguidance's limits took 0.13 GB at most.
-_MAX_BYTES: Final = 1 << 30
-# Strings, regexes (which may span lines) and comments. The pattern also matches an unclosed string,
-# up to the end of the line, and an unclosed regex, up to the end of the source. Otherwise the
-# search would begin again at each quote in them, and hold the GIL all that time.
+BUSY_S: Final = 2.0
+_MAX_BYTES: Final = 1 << 30  # bytes of memory in the sandbox; grammars used 0.13 GB at most
+# Strings, regexes and comments. Unclosed strings and regexes match, too: otherwise the search would
+# begin again at each quote inside them, and hold the GIL meanwhile.
 _LARK_TEXT: Final = re.compile(
     r'(?:"(?:\\.|[^"\\\n])*(?P<text>")?|/(?!/)(?:\\.|[^/\\])*(?P<regex>/)?)|//[^\n]*|#[^\n]*'
 )
@@ -67,37 +62,30 @@ class GrammarBounds:
 
     max_schema_bytes: int = 256 * 1024
     max_depth: int = 128
-    max_path: int = 400  # the most subschemas in a chain, each nested in the last or its `$ref`
+    max_path: int = 400  # subschemas in a chain of nested subschemas and references
     max_text_chars: int = 32 * 1024
-    # The most characters of a grammar of calls. Its schemas are each within the bounds above.
     max_calls_chars: int = 4 * 1024 * 1024
     max_choices: int = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class CompiledGrammar:
-    """A grammar that any number of sequences may follow, each with its own matcher. Safe on any
-    thread.
-
-    `unenforced` are JSON pointers to the keywords of the schema that the grammar does not enforce.
-    """
+    """A grammar for any number of sequences, each with a matcher. Threads may share it."""
 
     begin: Callable[[], GrammarState]
     eos_ids: Collection[int]
-    # Makes a state that shares no lexer with other sequences. It shows whether an error was caused
-    # by the sequence itself or by others that use the same lexer.
-    begin_alone: Callable[[], GrammarState] | None = None
-    unenforced: tuple[str, ...] = ()
+    begin_alone: Callable[[], GrammarState] | None = None  # makes a state with an unshared lexer
+    unenforced: tuple[str, ...] = ()  # JSON pointers to keywords that were left out
 
     def matcher(self, tokens: Sequence[int] = ()) -> Matcher:
-        """Return a matcher at the beginning of the grammar, or after these tokens."""
+        """Return a matcher that has taken these tokens."""
         matcher = Matcher(self.begin, self.eos_ids, self.begin_alone)
         matcher.replay(tokens)
         return matcher
 
 
 class _Uncompilable(Exception):
-    """Raised if llguidance refuses a grammar. The message is llguidance's."""
+    """Raised, with llguidance's message, if llguidance refuses a grammar."""
 
 
 def compile_grammar(
@@ -110,8 +98,7 @@ def compile_grammar(
 ) -> CompiledGrammar:
     """Compile a grammar with llguidance. Raises BadRequest if it cannot be compiled.
 
-    `shape` tightens JSON Schemas; a schema that doesn't compile when tightened is compiled
-    unchanged. If there is a `sandbox`, each grammar is compiled there first.
+    `shape` tightens JSON Schemas, unless the tightened schema does not compile.
     """
     compiler = _Compiler(tokenizer, sandbox, shape or Shape(), bounds or GrammarBounds())
     if grammar.kind == "json_schema":
@@ -140,11 +127,9 @@ def compile_grammar(
 
 
 def _compile_calls(compiler: "_Compiler", grammar: Grammar) -> CompiledGrammar:
-    """Compile a grammar of calls with the part of each schema that a grammar can enforce; list the
-    rest in `unenforced`.
+    """Compile a grammar of calls with its schemas.
 
-    Raises BadRequest, naming the function, for a schema that doesn't compile, and for a strict
-    function whose schema the grammar does not enforce completely.
+    Raises BadRequest for a schema that does not compile, or that is strict but not enforced.
     """
     parts: dict[str, Held] = {}
     for rule in grammar.schemas:
@@ -181,19 +166,13 @@ def _compile_calls(compiler: "_Compiler", grammar: Grammar) -> CompiledGrammar:
 
 
 def _of_function(function: str, error: BadRequest) -> BadRequest:
-    """Return a refusal of a schema with the name of its function added. Without a name, the schema
-    is the response format's, and the refusal is returned unchanged.
-    """
-    if not function:
+    if not function:  # the schema is the response format's
         return error
     message = f"The parameters of '{function}': {error.message}"
     return BadRequest(message, part="tools", code=error.code)
 
 
 def _reword(grammar: Grammar, problem: str) -> str:
-    """Return a message for the caller, made from llguidance's message, `problem`, about a regex, a
-    choice or a grammar.
-    """
     place = _PLACE.match(problem)
     match = _REASON.search(problem)
     reason = _PLACE.sub("", problem.partition("\n")[0], count=1)
@@ -216,9 +195,6 @@ def _within(grammar: Grammar, max_chars: int) -> str:
 
 
 def _regex_of(grammar: Grammar, bounds: GrammarBounds) -> str:
-    """Return the regex of a grammar: the caller's, or one made of a choice's strings. Raises
-    BadRequest if it exceeds the bounds.
-    """
     if grammar.kind == "regex":
         return _within(grammar, bounds.max_text_chars)
     try:
@@ -238,9 +214,6 @@ def _refusal(message: str, code: str = "invalid_grammar") -> BadRequest:
 
 
 def _to_lark(source: str) -> str:
-    """Convert a grammar from llama.cpp's GBNF to Lark's format, if it isn't in Lark's already. An
-    empty header is removed.
-    """
     if _GBNF.search(source):
         try:
             source = any_to_lark(source)
@@ -250,9 +223,7 @@ def _to_lark(source: str) -> str:
 
 
 def _check_lark(source: str) -> None:
-    """Raise BadRequest for unclosed strings and regexes, and for features that are not supported:
-    they would have no effect, or allow tokens that the answer's text doesn't show.
-    """
+    # Some features would have no effect, or allow tokens that the answer's text does not show.
     unclosed = next(filter(_is_unclosed, _LARK_TEXT.finditer(source)), None)
     if unclosed:
         raise _refusal(f"The grammar has a string or a regex without an end: {unclosed[0][:64]}")
@@ -262,7 +233,6 @@ def _check_lark(source: str) -> None:
 
 
 def _without_texts(source: str) -> str:
-    """Return a grammar without its strings, regexes and comments."""
     return _LARK_TEXT.sub(lambda text: text[0] if _is_unclosed(text) else '""', source)
 
 
@@ -272,17 +242,12 @@ def _is_unclosed(text: re.Match[str]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Compiler:
-    """Compiles one model's grammars, which are in llguidance's format."""
-
     tokenizer: GrammarTokenizer
     sandbox: Sandbox | None
     shape: Shape
     bounds: GrammarBounds
 
     def read(self, source: str) -> Schema:
-        """Read a JSON Schema and check its size, its depth, and its draft's meta-schema. Raises
-        BadRequest.
-        """
         bounds = self.bounds
         schema = parse_schema(source, max_bytes=bounds.max_schema_bytes, max_depth=bounds.max_depth)
         check_draft(schema)
@@ -294,11 +259,7 @@ class _Compiler:
     def compile_held(
         self, part: Held, options: Mapping[str, Any] = COMPACT
     ) -> tuple[Node, CompiledGrammar]:
-        """Compile the part of a schema that a grammar can enforce: tightened or, if the tightened
-        schema doesn't compile, unchanged. Return the schema that was compiled, and the grammar.
-
-        Raises BadRequest with a message for the caller if neither compiles.
-        """
+        """Compile a schema, tightened if possible, and return the compiled schema, too."""
         problem = ""
         shaped = shape_schema(part.schema, self.shape)
         forms = [shaped]
@@ -318,9 +279,6 @@ class _Compiler:
     def compile_calls(
         self, grammar: Grammar, forms: Mapping[str, Schema]
     ) -> tuple[CompiledGrammar, Sequence[str]]:
-        """Compile a grammar of calls, in which each rule has the schema in `forms`. Return the
-        compiled grammar and llguidance's warnings.
-        """
         source = with_schemas(grammar.source, forms)
         if len(source) > self.bounds.max_calls_chars:
             raise _refusal(
@@ -328,7 +286,7 @@ class _Compiler:
                 f"{self.bounds.max_calls_chars} characters."
             )
         spec = self.tokenizer.maker.get_cfg_logits_processor(source).grammar
-        # Only free calls may use the model's marks, which are control tokens.
+        # Only free calls may contain the model's marks, which are control tokens.
         texts = self.tokenizer.texts_and_marks
         if not is_free(grammar):
             texts = replace(texts, spell=self.tokenizer.json.spell)
@@ -337,9 +295,7 @@ class _Compiler:
     def compile(
         self, spec: str, code: str, texts: TextTokens
     ) -> tuple[CompiledGrammar, Sequence[str]]:
-        """Compile a grammar, whose matchers will be copies of one that is made now. Return the
-        compiled grammar and llguidance's warnings. Raises _Uncompilable.
-        """
+        """Return the compiled grammar and llguidance's warnings. Raises _Uncompilable."""
         if self.sandbox is not None:
             try_grammar(self.sandbox, spec, code)
         limits = LLParserLimits(**LIMITS)
@@ -364,12 +320,11 @@ class _Compiler:
 
 
 def try_grammar(sandbox: Sandbox, spec: str, code: str) -> None:
-    """Compile a grammar, in llguidance's format, in the sandbox.
+    """Compile a grammar in the sandbox.
 
-    Raises _Uncompilable if llguidance refuses the grammar, BadRequest with `code` if the grammar
-    crashed the sandbox's process, TimeoutError if it takes too much processor time, Overloaded if
-    the sandbox is busy with other grammars, and Unavailable if other processes leave it no
-    processor time or memory.
+    Raises _Uncompilable if llguidance refuses the grammar, BadRequest if the grammar crashed the
+    sandbox's process, TimeoutError if it took too much processor time, Overloaded if the sandbox is
+    busy, and Unavailable if its process was killed or got no processor time.
     """
     specials = tuple(sorted(set(_CONTROL_TOKEN.findall(_without_texts(spec)))))
     request: dict[str, Any] = {"spec": spec, "specials": specials, "limits": dict(LIMITS)}
@@ -389,17 +344,13 @@ def try_grammar(sandbox: Sandbox, spec: str, code: str) -> None:
 
 
 def key_of(*parts: str) -> bytes:
-    """Return the key under which the sandbox remembers a request."""
+    """Return the key by which the sandbox remembers a request."""
     digests = [hashlib.sha256(part.encode(errors="surrogatepass")).digest() for part in parts]
     return hashlib.sha256(b"".join(digests)).digest()
 
 
 def _follow(trial: Matcher, tokenizer: GrammarTokenizer) -> str | None:
-    """Let a matcher take a few allowed tokens, and return its error, if any. Quotes are preferred,
-    because they end strings.
-
-    Some grammars compile, but exceed llguidance's limits once tokens are matched.
-    """
+    """Match a few allowed tokens, and return the error of a grammar that exceeds the limits."""
     row = np.zeros(tokenizer.words, dtype=np.uint32)
     for _ in range(TRIAL_STEPS):
         trial.replay(trial.forced_tokens()[:TRIAL_FORCED])
@@ -408,16 +359,13 @@ def _follow(trial: Matcher, tokenizer: GrammarTokenizer) -> str | None:
         tokens -= {*tokenizer.eos_ids}
         if trial.error is not None or not tokens:
             break
+        # A quote may end a string.
         quotes = tokens & {*tokenizer.texts.ids.get(b'"', ())}
         trial.consume(min(quotes or tokens))
     return trial.error
 
 
 class _Copies:
-    """Makes copies of a matcher. They share its lexer, so after RENEW_AFTER copies the matcher is
-    replaced by a new one.
-    """
-
     def __init__(
         self, make: Callable[[], LLMatcher], matcher: LLMatcher, texts: TextTokens
     ) -> None:

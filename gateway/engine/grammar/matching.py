@@ -1,6 +1,5 @@
 """Tracks each sequence's place in its grammar, and makes masks of the tokens that may come next.
 
-A matcher never raises because of a model's tokens: it records the error, and the sequence is ended.
 A mask is an array of uint32 words; bit i of word w allows the token with the id 32 w + i.
 """
 
@@ -21,9 +20,9 @@ _WORD = 32
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
 _DIGITS = b"-+.0123456789eE"
 _NUMBER = re.compile(rb"[0-9]+(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
-# Unfinished numbers which may become too large for a double if more digits follow.
+# Unfinished numbers that more digits may make too large for a double.
 _LARGE = re.compile(rb"[0-9][eE]|[0-9]{200}")
-# Digits that change an unfinished number little or not at all.
+# Digits that hardly change an unfinished number.
 _NEEDLESS = re.compile(rb"(?<=\.[0-9]{40})[0-9]+|(?<=[eE])0+(?=0)|(?<=[eE][-+])0+(?=0)")
 
 
@@ -34,35 +33,32 @@ def words(vocab_size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TextTokens:
-    """The tokens that are text, keyed by their bytes, and the mask, (words,), of all other tokens.
+    """The tokens of a model that are text."""
 
-    `spell` returns the bytes of tokens. It is set only if the text is JSON, to keep numbers finite.
-    """
-
-    ids: Mapping[bytes, Sequence[int]]
-    not_text: Mask
-    spell: Callable[[Sequence[int]], bytes] | None = None
+    ids: Mapping[bytes, Sequence[int]]  # by the tokens' bytes
+    not_text: Mask  # (words,), all other tokens
+    spell: Callable[[Sequence[int]], bytes] | None = None  # set only for JSON
 
     def with_marks(self, marks: Collection[int]) -> "TextTokens":
-        """Return a copy in which these control tokens may also stand for themselves."""
+        """Return a copy in which these control tokens count as text."""
         not_text = self.not_text.copy()
         for token in marks:
             not_text[token // _WORD] &= ~np.uint32(1 << (token % _WORD))
         return replace(self, not_text=not_text)
 
 
-# The most tokens that a grammar may force at once. llguidance lists all of them at each call, and
-# holds the GIL meanwhile: for a second if there are 500,000.
+# The most tokens that a grammar may force at once. llguidance lists them without releasing the GIL,
+# which takes a second for 500,000.
 MOST_FORCED: Final = 1 << 15
 
 
 class GrammarState:
-    """A place in a grammar, held by llguidance's matcher: an Earley parser over a lexer."""
+    """A place in a grammar, held by a matcher of llguidance."""
 
     def __init__(self, matcher: LLMatcher, texts: TextTokens) -> None:
         self.matcher = matcher
         self._texts = texts
-        self._open = b""  # the unfinished end of the JSON text, as `open_part` returns it
+        self._open = b""  # the unfinished end of the JSON text
 
     @property
     def may_end(self) -> bool:
@@ -71,36 +67,30 @@ class GrammarState:
 
     @property
     def is_over(self) -> bool:
-        """Return True if no further token is possible."""
         return self.matcher.is_stopped()
 
     def advance(self, token: int) -> str | None:
-        """Take a token; return the error if the grammar doesn't allow it."""
         self.matcher.consume_token(token)
         if self._texts.spell is not None:
             self._open = open_part(self._open + self._texts.spell([token]))
         return self.problem()
 
     def fill(self, row: Mask) -> str | None:
-        """Write the mask of the next token to `row`, without the end-of-sequence tokens. Return the
-        error if the mask cannot be computed.
-        """
+        """Write the next token's mask to `row`, without the EOS tokens, and return any error."""
         self.matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
         self.mend(row)
         return self.problem()
 
     def mend(self, row: Mask) -> None:
-        """Correct a mask: if llguidance allows a control token in place of a text, allow tokens of
-        plain text instead; in JSON, forbid digits that make a number larger than any double.
-        """
+        """Correct a mask: forbid control tokens, and numbers in JSON that no double can hold."""
         if self._texts.spell is not None and _LARGE.search(self._open):
             octets = np.unpackbits(row.view(np.uint8), bitorder="little")
             for token in np.flatnonzero(octets).tolist():
                 number = _NUMBER.search(self._open + self._texts.spell([token]))
                 if number and math.isinf(float(number[0])):
                     row[token // _WORD] &= ~np.uint32(1 << (token % _WORD))
-        # If only one text can follow, llguidance allows the first token of that text's encoding. A
-        # text such as `<|end|>` is encoded as the control token of that name, which isn't text.
+        # If only one text can follow, llguidance allows the first token of that text. For a text
+        # such as `<|end|>` this is a control token, so tokens of plain text are allowed instead.
         if self.may_end or not (row & self._texts.not_text).any():
             return
         row[:] = 0
@@ -110,7 +100,7 @@ class GrammarState:
                 row[token // _WORD] |= np.uint32(1 << (token % _WORD))
 
     def forced(self) -> list[int]:
-        """Return the tokens of text that must come next, as far as llguidance knows."""
+        """Return the text tokens that must come next, as far as llguidance knows."""
         tokens = takewhile(self._is_text, self.matcher.compute_ff_tokens())
         return list(islice(tokens, MOST_FORCED + 1))
 
@@ -118,7 +108,7 @@ class GrammarState:
         return not int(self._texts.not_text[token // _WORD]) >> (token % _WORD) & 1
 
     def problem(self) -> str | None:
-        """Return the matcher's error without its dump of the parser."""
+        """Return the matcher's error, without the dump of the parser."""
         error = self.matcher.get_error().partition("\n<")[0]
         if error.startswith("NoExtension"):
             return "no answer can match it"
@@ -126,7 +116,7 @@ class GrammarState:
 
 
 def open_part(text: bytes) -> bytes:
-    """Return the unfinished end of a JSON text: the quote of a string, or a number so far."""
+    """Return the open quote or the unfinished number at the end of a JSON text."""
     outside, quote, inside = _STRING.sub(b" ", text).partition(b'"')
     if quote:
         return quote + b"\\" * ((len(inside) - len(inside.rstrip(b"\\"))) % 2)
@@ -134,10 +124,9 @@ def open_part(text: bytes) -> bytes:
 
 
 class Matcher:
-    """The place of one sequence in its grammar. Used by one thread at a time.
+    """The place of one sequence in its grammar, for one thread at a time.
 
-    End-of-sequence tokens are allowed exactly where the answer may end. Once `error` is set, no
-    other tokens are allowed, and the matcher takes no more tokens.
+    After an `error`, which is recorded and not raised, only EOS tokens are allowed.
     """
 
     __slots__ = ("_alone", "_eos", "_has_ended", "_taken", "error", "state")
@@ -148,9 +137,8 @@ class Matcher:
         eos_ids: Collection[int],
         alone: Callable[[], GrammarState] | None = None,
     ) -> None:
-        # This state may share a lexer with other sequences of the grammar, which may have used up
-        # the states that the lexer may have. So an error counts only if a state from `alone`, which
-        # shares nothing, has an error too.
+        # Other sequences may use up the states of a shared lexer. So an error counts only if a
+        # state from `alone`, with an unshared lexer, has an error too.
         self.state = begin()
         self.error: str | None = None
         self._alone = alone
@@ -160,12 +148,10 @@ class Matcher:
 
     @property
     def may_end(self) -> bool:
-        """Return True if the tokens so far are a whole answer."""
         return self.error is None and (self._has_ended or self.state.may_end)
 
     @property
     def is_over(self) -> bool:
-        """Return True if the answer is whole and cannot continue."""
         return self.error is None and (
             self._has_ended or (self.state.is_over and self.state.may_end)
         )
@@ -186,12 +172,11 @@ class Matcher:
                 self._retry()
 
     def replay(self, tokens: Sequence[int]) -> None:
-        """Take several tokens, for example those of a sequence that is read again."""
         for token in tokens:
             self.consume(token)
 
     def forced_tokens(self) -> list[int]:
-        """Return tokens that must come next; more tokens than these may be certain."""
+        """Return tokens that must come next, though not always all of them."""
         if self.error is not None or self.is_over:
             return []
         forced = self.state.forced()
@@ -201,7 +186,7 @@ class Matcher:
         return [token for token in forced if token not in self._eos]
 
     def allowed(self, row: Mask) -> None:
-        """Write this sequence's mask, (words,), to `row`."""
+        """Write the next token's mask, (words,), to `row`."""
         if self.error is None and not self._has_ended:
             self.error = self.state.fill(row)
             if self.error is not None and self._retry():
@@ -209,16 +194,12 @@ class Matcher:
         self._settle(row)
 
     def settle(self, row: Mask) -> None:
-        """Complete a mask that llguidance has written for this sequence's state."""
         if self.state.problem() is not None:
             return self.allowed(row)
         self.state.mend(row)
         return self._settle(row)
 
     def _settle(self, row: Mask) -> None:
-        """Set or clear the bits of the EOS tokens. Clear all other bits if the answer has ended or
-        has an error.
-        """
         if self.error is not None or self._has_ended:
             row[:] = 0
         may_end = self.error is not None or self.may_end
@@ -233,9 +214,7 @@ class Matcher:
             self._settle(row)
 
     def _retry(self) -> bool:
-        """Replay all tokens in a new state that shares no lexer. Return True if this succeeds: the
-        new state then replaces the old one.
-        """
+        """Replay all tokens with an unshared lexer, and return True if this succeeds."""
         if self._alone is None:
             return False
         state, self._alone = self._alone(), None
@@ -251,9 +230,7 @@ class Masks:
         self._executor = LLExecutor(threads)
 
     def fill(self, matchers: Sequence[Matcher], bitmask: Mask) -> None:
-        """Fill `bitmask`, (rows, words), with one row per matcher. Check each matcher's `error`
-        afterwards.
-        """
+        """Fill `bitmask`, (rows, words), with one row per matcher, which may set its `error`."""
         in_parallel: list[tuple[LLMatcher, int]] = []
         for i, matcher in enumerate(matchers):
             if matcher.error is None:
@@ -270,25 +247,21 @@ class Masks:
 
 @dataclass(frozen=True, slots=True)
 class BoundRow:
-    """A row of a batch whose next token a grammar constrains. `place` is the row's index."""
+    """A row of a batch whose next token a grammar constrains."""
 
-    place: int
+    place: int  # the row's index in the batch
     matcher: Matcher
-    # A token that may come next even if the grammar forbids it: it opens thinking.
-    opening: int | None
-    # Tokens that may not come next, unless the grammar allows no others.
-    barred: Collection[int]
+    opening: int | None  # a token that opens thinking, allowed despite the grammar
+    barred: Collection[int]  # tokens that are forbidden unless the grammar allows no others
 
     def forced(self, most: int) -> list[int]:
-        """Return up to `most` next tokens for which the grammar leaves no choice."""
         return [] if self.opening is not None else self.matcher.forced_tokens()[:most]
 
 
 def apply_masks(logits: mx.array, bitmask: Mask, rows: Sequence[int]) -> mx.array:
-    """Return (batch, vocabulary) logits with -inf for the tokens that masks exclude.
+    """Return (batch, vocabulary) logits with -inf for tokens that the masks do not allow.
 
-    `bitmask` is (len(rows), words), and `rows` has the index in the batch of each of its rows. All
-    other rows of the batch stay unchanged. Ids beyond the masks get -inf, too. Works on any device.
+    `bitmask` is (len(rows), words), and `rows` are indices in the batch.
     """
     if not len(rows):
         return logits
@@ -302,8 +275,7 @@ def apply_masks(logits: mx.array, bitmask: Mask, rows: Sequence[int]) -> mx.arra
         return mx.where(_unpack(masks, vocab_size), logits, forbidden)
     is_allowed = _unpack(bitmask, vocab_size)
     masked = mx.array(logits)
-    # The rows are masked one by one: gathering and scattering eight rows takes twice as long on a
-    # CPU.
+    # On a CPU, gathering and scattering eight rows takes twice as long as masking one by one.
     for i, row in enumerate(at):
         one = slice(row, row + 1)
         masked[one] = mx.where(is_allowed[i : i + 1], logits[one], forbidden)
@@ -312,8 +284,7 @@ def apply_masks(logits: mx.array, bitmask: Mask, rows: Sequence[int]) -> mx.arra
 
 def _unpack(bitmask: Mask, vocab_size: int) -> mx.array:
     """Return masks as (rows, vocabulary) bool."""
-    # The bits are unpacked on the host, which is idle while the pass runs. A shift, an "and" and a
-    # cast for every entry took longer on a CPU device.
+    # The bits are unpacked on the host, which is idle while the pass runs.
     octets = np.ascontiguousarray(bitmask).view(np.uint8)
     is_allowed = np.unpackbits(octets, axis=1, count=vocab_size, bitorder="little")
     return mx.array(is_allowed.view(np.bool_))

@@ -1,6 +1,4 @@
-"""Regular expressions for strings: which ones llguidance can enforce, the lengths of their matches,
-and the patterns of formats.
-"""
+"""Tells which regular expressions and formats of strings llguidance can enforce."""
 
 import re
 import warnings
@@ -21,43 +19,37 @@ _TIME: Final = (
 )
 _ATOM: Final = "[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]+"
 _LABEL: Final = "[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
-# All dates and times of RFC 3339 in the years 1 to 9999, but not second 60, which parsers such as
-# Python's refuse.
+# Dates and times of RFC 3339, without second 60, which parsers such as Python's refuse.
 _DATES: Final = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}T{_TIME}$"}
-# Patterns for formats. An email's domain must have a dot, since most validators require one.
+# Most validators require a dot in the domain of an email.
 OWN_FORMATS: Final = {**_DATES, "email": rf"^{_ATOM}(?:\.{_ATOM})*@(?:{_LABEL}\.)+{_LABEL}$"}
-# The formats that llguidance enforces itself. Values of ENDLESS_FORMATS may have any length.
+# Formats that llguidance enforces.
 FORMATS: Final = frozenset({"duration", "hostname", "ipv4", "ipv6", "uri", "uuid"})
-ENDLESS_FORMATS: Final = frozenset({"duration", "hostname", "uri"})
-_WIDEST: Final = 10_000  # characters; a pattern whose matches may be longer counts as unbounded
-_MOST_REPEATED: Final = 2_000  # with more repetitions, llguidance fails at some token of an answer
-# A class, closed or not. If an unclosed class didn't match, the search would begin again at each
-# bracket in a caller's pattern, and hold the GIL all that time.
+ENDLESS_FORMATS: Final = frozenset({"duration", "hostname", "uri"})  # without a longest value
+_WIDEST: Final = 10_000  # characters that a match may have before it counts as unbounded
+_MOST_REPEATED: Final = 2_000  # nested repetitions that llguidance can match
+# An unclosed class matches, too: otherwise the search would begin again at each bracket, and hold
+# the GIL meanwhile.
 _CLASS: Final = r"\[(?P<excludes>\^)?(?P<body>(?:\\.|[^\]\\])*)(?P<end>\])?"
 _PARTS: Final = re.compile(rf"\\.|\.|{_CLASS}", re.DOTALL)
 _SPACES: Final = r"\t-\r \u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\ufeff"
-# White space and "any character" of ECMA's dialect. In Rust's dialect, these stand for other sets
-# of characters.
+# ECMA's meanings of these parts of a pattern, which differ from Rust's.
 _ECMA: Final = {r"\s": f"[{_SPACES}]", r"\S": f"[^{_SPACES}]", ".": r"[^\n\r\u2028\u2029]"}
 _QUOTE: Final = re.compile(r'["]|\\\\|\\x22|\\x5[cC]|\\u0022|\\u005[cC]')
-# Class contents that Rust's regex refuses, or reads differently from ECMA's: unknown escapes, marks
-# that open a nested class or combine classes, and an empty class.
+# Contents of classes that Rust refuses, or reads differently from ECMA.
 _ESCAPE: Final = r"\\(?:[^\x00-\x7f]|[0-9A-Za-z](?<![dDsSwWnrtfvxupP]))"
 _FOREIGN: Final = re.compile(rf"(?:\\.|[^\\])*?(?:\[|&&|--|~~|{_ESCAPE})|\Z", re.DOTALL)
-_FROM_NUL: Final = re.compile(r"\\(?:x00|u0000)-")  # llguidance lets quotes through such a class
+_FROM_NUL: Final = re.compile(r"\\(?:x00|u0000)-")  # llguidance allows quotes in such a class
 _TOKENS: Final = re.compile(
     rf"\\[pPux]\{{[^}}]{{1,64}}\}}|\\.|{_CLASS}|\{{[0-9]+(?:,(?P<most>[0-9]*))?\}}|\(\?<?[=!]|.",
     re.DOTALL,
 )
-# Tokens that make a pattern unenforceable: look-arounds, backreferences, anchors such as `\b`,
-# unknown escapes, and a brace that begins no count.
+# Look-arounds, backreferences, anchors such as `\b`, unknown escapes, and braces without a count.
 _NOT_REGULAR: Final = re.compile(rf"\(\?.*|{_ESCAPE}|\{{", re.DOTALL)
 
 
 def is_holdable(pattern: str) -> bool:
-    """Return True if llguidance can enforce a pattern: the pattern is regular, means the same in
-    Rust's dialect, and has no large nested repetition counts.
-    """
+    """Return True if llguidance can enforce a pattern in ECMA's dialect."""
     for match in _TOKENS.finditer(pattern):
         if _NOT_REGULAR.fullmatch(match[0]):
             return False
@@ -70,9 +62,7 @@ def is_holdable(pattern: str) -> bool:
 
 
 def _repetitions(pattern: str) -> int:
-    """Return the largest product of nested repetition counts; 1 if no counts are nested, since a
-    single count costs little.
-    """
+    """Return the largest product of nested repetition counts, or 1 if no counts are nested."""
     levels, atom, largest = [1], 1, 1
     for match in _TOKENS.finditer(pattern):
         token = match[0]
@@ -93,16 +83,12 @@ def _repetitions(pattern: str) -> int:
 
 
 def as_ecma(pattern: str) -> str:
-    """Return a pattern in ECMA's dialect as one in Rust's, which llguidance reads.
-
-    A class that excludes quotes or backslashes is made to exclude NUL, too. If such a class allows
-    every control character, llguidance 1.9.1 also allows quotes and backslashes when it converts
-    the class to JSON's escapes.
-    """
+    """Translate a pattern from ECMA's dialect to Rust's, which llguidance reads."""
 
     def rewrite(match: re.Match[str]) -> str:
         part = match[0]
         text = _ECMA.get(part) or re.sub(r"\\.", lambda e: _ECMA.get(e[0], e[0]), part)
+        # If a class that excludes quotes allowed NUL, llguidance 1.9.1 would allow quotes.
         if match["excludes"] and match["end"] and _QUOTE.search(match["body"]):
             return f"[^\\x00{text[2:]}"
         return text
@@ -110,11 +96,11 @@ def as_ecma(pattern: str) -> str:
     return _PARTS.sub(rewrite, pattern)
 
 
-@lru_cache(maxsize=128)  # small, since a caller's pattern may be very long
+@lru_cache(maxsize=128)  # small, because a caller's pattern may be very long
 def widths(pattern: str) -> tuple[int, int | None]:
     """Return the fewest and the most characters of a string in which a pattern is found.
 
-    The most is None if there is no bound. A pattern that Python's parser refuses gives (0, None).
+    The most is None if it is unbounded or unknown.
     """
     parser: Any = vars(re)["_parser"]
     try:

@@ -1,6 +1,6 @@
 """Tightens a JSON Schema, so that a small model neither writes endlessly nor leaves fields out.
 
-Every value that fits the tightened schema also fits the caller's. Functions return changed copies.
+Every value that fits the tightened schema also fits the caller's.
 """
 
 from collections.abc import Mapping
@@ -27,11 +27,11 @@ _CONSTRAINTS: Final = frozenset({"properties", "patternProperties", "required"})
 _BOUNDS: Final = ("max_string_chars", "max_array_items")  # names in models.yaml
 _OPEN: Final = "#/$defs/gateway-open-"
 _OPEN_DEPTH: Final = 3
-_SHORTEST_FORMAT: Final = 16  # the lowest bound, in characters, of a host name or link
-_SAFE: Final = 2**53 - 1  # the largest integer that every JSON parser keeps exact
+_SHORTEST_FORMAT: Final = 16  # characters that a host name or link may always have
+_SAFE: Final = 2**53 - 1  # the largest integer that is exact in every JSON parser
 _LOWER: Final = ("minimum", "exclusiveMinimum")
 _UPPER: Final = ("maximum", "exclusiveMaximum")
-_PLACES: Final = 10  # the most decimal places: llguidance 1.9.1 accepts no more in `multipleOf`
+_PLACES: Final = 10  # the most decimal places that llguidance 1.9.1 accepts
 _PLACES_IF_SHORT: Final = 4  # decimal places of numbers if strings are bounded too
 
 
@@ -39,25 +39,19 @@ _PLACES_IF_SHORT: Final = 4  # decimal places of numbers if strings are bounded 
 class Shape:
     """The ways in which a schema is tightened."""
 
-    # Bounds for strings and arrays that the schema leaves unbounded; None adds no bound.
     max_string_chars: int | None = None
     max_array_items: int | None = None
-    # True to require an object's optional properties if each is nullable or has a default.
-    complete: bool = True
-    # True to allow only properties that the schema names, unless it mentions others.
-    closed: bool = True
+    complete: bool = True  # require properties that are nullable or have a default
+    closed: bool = True  # forbid properties that the schema does not mention
 
     @classmethod
     def of(cls, spec: ChatSpec) -> "Shape":
-        """Return a shape with the bounds that models.yaml sets for a model."""
         return cls(**{name: getattr(spec.structured, name) for name in _BOUNDS})
 
     def completed(self, stated: object) -> "Shape":
-        """Return the shape, with each missing bound taken from the checkpoint if it states one.
+        """Return the shape with missing bounds filled in from a checkpoint.
 
-        `stated` is the object `structured` in the checkpoint's generation_config.json; its keys are
-        named as in models.yaml. A model that is too small to end a string by itself needs these
-        bounds wherever it is served.
+        `stated` is the object `structured` in the checkpoint's generation_config.json.
         """
         own = stated if isinstance(stated, Mapping) else {}
         return replace(
@@ -71,7 +65,6 @@ class Shape:
 
 
 def shape_schema(schema: Schema, shape: Shape) -> Schema:
-    """Return a schema tightened by a shape."""
     if shape.closed:
         schema = close_objects(schema)
     if shape.complete:
@@ -80,14 +73,11 @@ def shape_schema(schema: Schema, shape: Shape) -> Schema:
 
 
 def complete(schema: Schema) -> Schema:
-    """Require every property of each object whose optional properties are all nullable or have a
-    default.
+    """Require all properties of objects whose optional properties are nullable or have a default.
 
-    An object with any other optional property stays unchanged. The whole schema stays unchanged if
-    it is recursive and could not end with these properties required.
+    Return the schema unchanged if no finite value would fit it then.
     """
-    # Pydantic makes optional fields nullable or gives them a default, and a language model that may
-    # skip fields often skips them all.
+    # A language model that may skip fields often skips all of them.
     whole = rebuild(schema, _complete)
     return whole if can_end(whole) else schema
 
@@ -120,12 +110,11 @@ def _may_say_nothing(schema: Schema) -> bool:
 def close_objects(schema: Schema) -> Schema:
     """Add `additionalProperties: false` to objects that name properties and don't mention others.
 
-    If several subschemas constrain one object, only the outer subschema is closed, and only if it
-    names all properties of the inner ones. If an inner subschema were closed, it would forbid the
-    properties of the others.
+    If several subschemas constrain an object, only the outer one is closed, because an inner one
+    would forbid the properties of the others.
     """
     root = rebuild(schema, lambda node: node)
-    shared = set[int]()  # ids of subschemas whose values other subschemas constrain, too
+    shared = set[int]()  # ids of subschemas whose object an outer one constrains
     todo: list[Node] = []
     for _, node in walk(root):
         if len(node.get("allOf", ())) > 1 or _CONSTRAINTS & node.keys():
@@ -145,7 +134,7 @@ def close_objects(schema: Schema) -> Schema:
 
 
 def _parts(node: Node, root: Schema) -> list[Node]:
-    """Return the direct subschemas of a node that constrain the same value as the node."""
+    """Return the subschemas that constrain the same value as a node."""
     parts = [part for key in ("allOf", "anyOf", "oneOf") for part in node.get(key, ())]
     if "$ref" in node:
         parts.append(resolve(root, node["$ref"]))
@@ -153,9 +142,7 @@ def _parts(node: Node, root: Schema) -> list[Node]:
 
 
 def _names(node: Node) -> set[str]:
-    """Return the names of the properties that a subschema requires, or that its parts name; also
-    "$ref" if it has a reference.
-    """
+    # The name "$ref" keeps a node with a reference open.
     names = {*node.get("required", ()), *({"$ref"} & node.keys())}
     for part in _parts(node, {}):
         names |= {*part.get("properties", ())} | _names(part)
@@ -167,13 +154,7 @@ def bound_strings(
     max_string_chars: int | None,
     max_array_items: int | None,
 ) -> Schema:
-    """Add `maxLength` and `maxItems`, at any depth, wherever a schema doesn't set them.
-
-    Strings whose format or pattern allows any length are bounded too, and so are undeclared
-    property names; enumerations and constants stay unchanged. Integers are limited to those that
-    every JSON parser keeps exact. Where the schema allows any value (`{}`), the value is bounded at
-    every level.
-    """
+    """Bound strings, arrays, numbers and undeclared property names, at any depth of a schema."""
     limits: Node = {}
     if max_string_chars is not None:
         limits["maxLength"] = max_string_chars
@@ -212,7 +193,7 @@ def _limit(node: Node, limits: Node) -> Node:
 
 
 def _most_chars(node: Node, limit: int) -> int | None:
-    """Return the `maxLength` for a string; None if its pattern or format already limits it."""
+    """Return the `maxLength` of a string, or None if its pattern or format limits it."""
     max_chars = max(limit, int(node.get("minLength", 0)))
     if "pattern" in node:
         narrowest, widest = widths(node["pattern"])
@@ -228,9 +209,7 @@ def _most_chars(node: Node, limit: int) -> int | None:
 
 
 def _bound_names(node: Node, limits: Node) -> Node:
-    """In an object that declares no properties, bound the properties' number and the length of
-    their names.
-    """
+    """Bound the number of properties, and their names, in objects that declare none."""
     value = node.get("additionalProperties", False)
     is_map = value is not False and not any(key in node for key in _CONSTRAINTS)
     if not is_map or "object" not in types(node) or "maxLength" not in limits:
@@ -242,11 +221,8 @@ def _bound_names(node: Node, limits: Node) -> Node:
 
 
 def _bound_counts(node: Node, limits: Node) -> Node:
-    """Limit the digits of integers and of numbers that have bounds. If strings are bounded, limit
-    the digits of all numbers.
-    """
-    # A small model may repeat digits endlessly, as it repeats letters. Numbers without bounds stay
-    # unlimited because they may need an exponent.
+    """Limit the digits of numbers, because a small model may repeat digits endlessly."""
+    # Without bounds for strings, numbers without bounds stay unlimited: they may need an exponent.
     kinds, is_short = types(node), "maxLength" in limits
     bounds = [node[key] for key in (*_LOWER, *_UPPER) if is_number(node.get(key))]
     if "number" in kinds and "multipleOf" not in node and (bounds or is_short):
@@ -264,15 +240,13 @@ def _bound_counts(node: Node, limits: Node) -> Node:
 
 
 def _places_near(bound: float) -> int:
-    """Return how many decimal places are allowed near a bound: two more than the bound has."""
+    """Return the decimal places of a bound and two more."""
     exponent = Decimal(str(bound)).normalize().as_tuple().exponent
     return 2 - min(0, int(exponent))
 
 
 def _open(node: Node, limits: Node) -> Node:
-    """Where a subschema allows any items or properties, allow only values of bounded size: add a
-    reference to the definitions of `_open_levels`.
-    """
+    """Allow only items and properties of bounded size where a subschema allows any."""
     opened: dict[str, Any] = {}
     if "array" in types(node) and "items" not in node:
         opened["items"] = _open_ref(_OPEN_DEPTH)
@@ -293,9 +267,7 @@ def _open_ref(depth: int) -> Node:
 
 
 def _open_levels(limits: Node) -> Node:
-    """Return definitions of a value of any type, one for each depth of nesting up to _OPEN_DEPTH.
-    Otherwise a model may nest values forever.
-    """
+    # One definition per depth of nesting, because a model may nest values forever.
     name = _OPEN.removeprefix("#/$defs/")
     scalar = _bound_counts({"type": ["string", "number", "boolean", "null"]}, limits)
     scalar = _limit(scalar, limits)
@@ -309,7 +281,7 @@ def _open_levels(limits: Node) -> Node:
 
 
 def _any_properties(limits: Node, value: Node) -> Node:
-    """Return keywords that allow any properties, with names bounded like other strings."""
+    """Return keywords that allow any properties with bounded names."""
     if "maxLength" not in limits:
         return {"additionalProperties": value}
     names = f"^(?s:.{{0,{limits['maxLength']}}})$"

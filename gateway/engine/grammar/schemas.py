@@ -1,7 +1,4 @@
-"""Reads JSON Schemas of limited size, checks them against their draft, walks and rebuilds them.
-
-A schema is a plain JSON value. Of these functions, only `settle_refs` changes its argument.
-"""
+"""Reads JSON Schemas of limited size, checks them against their draft, walks and rebuilds them."""
 
 import json
 import math
@@ -18,7 +15,7 @@ from jsonschema_specifications import REGISTRY  # type: ignore[import-untyped]
 
 from gateway.errors import BadRequest
 
-Schema: TypeAlias = Any  # a JSON value: an object or a boolean
+Schema: TypeAlias = Any  # a JSON object or a boolean
 Node: TypeAlias = dict[str, Any]
 
 ROOT: Final = "#"
@@ -30,8 +27,7 @@ _ONE: Final = (
 )
 _LIST: Final = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _MAP: Final = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
-# Keywords whose subschemas a grammar doesn't apply to an answer: keywords that no grammar enforces,
-# and definitions, which apply only where a reference leads to them.
+# Definitions, and keywords that no grammar enforces.
 _ASIDE: Final = frozenset(
     {
         *("$defs", "definitions"),
@@ -69,13 +65,11 @@ def refusal(message: str) -> BadRequest:
     return BadRequest(message, part="answer_form", code="invalid_json_schema")
 
 
-# ── Read and checked ──────────────────────────────────────────────────────────────────────────
+# ── Reading and checking ──────────────────────────────────────────────────────────────────────
 
 
 def parse_schema(text: str, *, max_bytes: int, max_depth: int) -> Schema:
-    """Read a schema. Its size and depth, which decide the cost of compiling, are limited. Raises
-    BadRequest.
-    """
+    """Read a schema. Raises BadRequest if it is malformed, too large or too deep."""
     if len(text.encode(errors="surrogatepass")) > max_bytes:
         raise refusal(f"The JSON Schema is longer than {max_bytes} bytes.")
     try:
@@ -105,7 +99,7 @@ def _no_such_number(name: str) -> float:
 
 
 def _number(text: str) -> float:
-    """Read a number. 1.0 becomes 1, because a whole number is an integer in JSON Schema."""
+    """Read a number, with whole numbers as integers, as in JSON Schema."""
     number = float(text)
     if math.isinf(number):
         return _no_such_number(text)
@@ -113,7 +107,7 @@ def _number(text: str) -> float:
 
 
 def draft_of(schema: Schema) -> Draft:
-    """Return the draft that a schema's `$schema` names; the newest if it is missing or unknown."""
+    """Return the draft that `$schema` names, or else the newest draft."""
     name = schema.get("$schema") if isinstance(schema, dict) else None
     if not isinstance(name, str):
         return Draft.D202012
@@ -121,9 +115,7 @@ def draft_of(schema: Schema) -> Draft:
 
 
 def check_draft(schema: Schema) -> None:
-    """Check a schema against its draft's meta-schema. Raises BadRequest, which names the invalid
-    keyword and its place.
-    """
+    """Check a schema against its draft's meta-schema. Raises BadRequest."""
     draft = draft_of(schema)
     error = next(_own_schema(draft).iter_errors(schema), None)
     if error is not None:
@@ -136,9 +128,6 @@ def check_draft(schema: Schema) -> None:
 
 
 def _problem(keyword: str, kind: Any) -> str:
-    """Return the rule that a keyword's value breaks, in words. `kind` is the error's kind in
-    jsonschema_rs.
-    """
     if kind.name == "type":
         nouns = [f"an {name}" if name[0] in "aio" else f"a {name}" for name in kind.types]
         return f"must be {' or '.join(nouns)}"
@@ -151,18 +140,15 @@ def _problem(keyword: str, kind: Any) -> str:
 
 @cache
 def _own_schema(draft: Draft) -> Any:
-    # Formats are not checked: a `pattern` has the format "regex", in ECMA's dialect, and few
-    # libraries can check that dialect.
+    # Patterns have the format "regex", in ECMA's dialect, which few libraries can check.
     return jsonschema_rs.validator_for(REGISTRY.contents(draft.value), validate_formats=False)
 
 
-# ── Walked and rebuilt ────────────────────────────────────────────────────────────────────────
+# ── Walking and rebuilding ────────────────────────────────────────────────────────────────────
 
 
 def steps(node: Node) -> Iterator[tuple[str, Node]]:
-    """Yield a node's direct subschemas that are objects, each with the steps that lead to it in a
-    JSON pointer.
-    """
+    """Yield a node's direct subschemas that are objects, each after its steps in a JSON pointer."""
     for key, value in node.items():
         if key in _ONE and isinstance(value, dict):
             yield key, value
@@ -193,10 +179,7 @@ def escape(name: str) -> str:
 
 
 def rebuild(schema: Schema, change: Callable[[Schema], Schema]) -> Schema:
-    """Return a copy of a schema in which `change` has replaced each subschema, innermost first.
-
-    `change` may modify its argument.
-    """
+    """Return a copy of a schema with each subschema changed, the innermost first."""
     if not isinstance(schema, dict):
         return change(schema)
     copy: Node = {}
@@ -213,7 +196,7 @@ def rebuild(schema: Schema, change: Callable[[Schema], Schema]) -> Schema:
 
 
 def bare(schema: Schema) -> Schema:
-    """Return a schema without annotations such as `description`, which may be most of its text."""
+    """Return a schema without annotations such as `description`."""
     return rebuild(schema, _bare)
 
 
@@ -224,12 +207,11 @@ def _bare(node: Schema) -> Schema:
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """Return True for a JSON number. A boolean is none, although Python counts it as an int."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def types(node: Node) -> frozenset[str]:
-    """Return the JSON types that a subschema names; all of them if it names none."""
+    """Return the JSON types that a subschema names, or all types if it names none."""
     named = node.get("type")
     if named is None:
         return TYPES
@@ -240,14 +222,11 @@ def types(node: Node) -> frozenset[str]:
 
 
 def resolve(root: Schema, ref: str) -> Schema | None:
-    """Return the subschema that a reference leads to; None if the reference isn't a JSON pointer
-    within the schema, or leads nowhere.
-    """
+    """Return the subschema that a JSON pointer leads to, or None."""
     if ref != "#" and not ref.startswith("#/"):
         return None
     target = root
-    # Percent-encoding applies, as in any URI: `%24` stands for `$` (RFC 6901, section 6).
-    for part in urllib.parse.unquote(ref[1:]).split("/")[1:]:
+    for part in urllib.parse.unquote(ref[1:]).split("/")[1:]:  # RFC 6901, section 6
         name = part.replace("~1", "/").replace("~0", "~")
         if isinstance(target, dict) and name in target:
             target = target[name]
@@ -259,12 +238,11 @@ def resolve(root: Schema, ref: str) -> Schema | None:
 
 
 def settle_refs(root: Node) -> tuple[Collection[int], Mapping[str, str]]:
-    """Rewrite each reference as a pointer to a definition, or remove it if that isn't possible.
+    """Rewrite a schema's references, in place, as pointers to definitions.
 
-    References to other documents are removed, since they are never followed. If subschemas have
-    identifiers that are addresses (`$id`), all references are removed, since they may be relative
-    to these addresses. Changes the schema in place. Returns the Python ids of subschemas that lost
-    a reference, and a map from the rewritten references to the caller's.
+    References to other documents are removed. If subschemas have addresses (`$id`), all references
+    are removed, because they may be relative to these addresses. Return the Python ids of
+    subschemas that lost a reference, and a map from rewritten references to the caller's.
     """
     nodes = list(walk(root))
     base = next(iter(_identifiers(root)), "").partition("#")[0]
@@ -285,9 +263,8 @@ def settle_refs(root: Node) -> tuple[Collection[int], Mapping[str, str]]:
         target = resolve(root, ref)
         if target is None:
             target = anchors.get(ref)
-        # A target that is not a definition is added to the definitions, because the way to it may
-        # lead through keywords that are rewritten later, or that llguidance doesn't know, such as
-        # OpenAPI's `components`.
+        # Every target becomes a definition, because a pointer may lead through keywords that are
+        # rewritten later, or that llguidance doesn't know, such as OpenAPI's `components`.
         if target is not None and not _DEFINITION.fullmatch(ref):
             moved[ref] = target
             node["$ref"] = f"#/$defs/{urllib.parse.quote(escape(ref), safe='~')}"
@@ -321,8 +298,8 @@ def reachable(
 ) -> list[tuple[str, Node]]:
     """Return the subschemas that a grammar may enforce, each with its JSON pointer.
 
-    `callers` maps rewritten references to the references that the caller wrote. Raises BadRequest
-    for a reference that leads nowhere, and for a chain of more than `max_path` subschemas.
+    `callers` maps rewritten references to the caller's. Raises BadRequest for a reference that
+    leads nowhere, and for a chain of more than `max_path` subschemas.
     """
     nodes: list[tuple[str, Node]] = []
     seen = set[int]()
@@ -355,10 +332,8 @@ def reachable(
 
 
 def can_end(root: Schema) -> bool:
-    """Return True if some finite value fits a schema. None does if a subschema always requires
-    itself.
-    """
-    # The loop finds the least fixed point: a reference can end once its target can end.
+    """Return True if some finite value fits a schema."""
+    # The loop removes references whose targets can end, until no more can be removed.
     refs = {node["$ref"]: True for _, node in walk(root) if "$ref" in node}
     targets = {ref: resolve(root, ref) for ref in refs}
     endless = {ref for ref, target in targets.items() if target is not None}
@@ -394,8 +369,8 @@ def _ends(schema: Schema, endless: Collection[str]) -> bool:
 
 
 def tuple_items(node: Node) -> tuple[list[Schema], Schema]:
-    """Return the schemas of an array's first items, and the schema of the rest, for any draft."""
+    """Return the schemas of an array's first items, and the schema of the other items."""
     items = node.get("items", True)
-    if isinstance(items, list):  # draft 2019-09 or older
+    if isinstance(items, list):  # drafts up to 2019-09
         return items, node.get("additionalItems", True)
     return node.get("prefixItems", []), items

@@ -1,9 +1,4 @@
-"""The structured output of one model: compiles grammars for its answers and calls, and masks the
-logits of a step.
-
-This module also checks whether a finished answer fits a schema that the answer's grammar could not
-enforce completely.
-"""
+"""Compiles the grammars of one model, masks its logits, and checks finished answers."""
 
 import json
 from collections.abc import Sequence
@@ -28,20 +23,15 @@ from gateway.engine.sandbox_worker import Sandbox
 from gateway.errors import BadRequest
 from gateway.jobs.chat import GenerateJob, Grammar
 
-_MAX_BYTES: Final = 1 << 29  # the most memory for checking an answer in the sandbox
+_MAX_BYTES: Final = 1 << 29  # bytes of memory in the sandbox
 
 
 def fits(source: str, answer: str, sandbox: Sandbox | None) -> bool | None:
-    """Return whether an answer fits a JSON Schema; None if that cannot be decided. `source` is the
-    schema as JSON.
-
-    The check runs in the sandbox, if there is one, since it may take any time with a caller's
-    schema.
-    """
+    """Return whether an answer fits a JSON Schema, `source`, or None if the check failed."""
     try:
         json.loads(answer)
     except (ValueError, RecursionError):
-        return False  # the answer is not JSON: it may have been cut off
+        return False  # the answer may have been cut off
     request: dict[str, Any] = {
         "kind": "answer",
         "schema": source,
@@ -57,11 +47,9 @@ def fits(source: str, answer: str, sandbox: Sandbox | None) -> bool | None:
 
 
 class StructuredOutput:
-    """Compiles one model's grammars, and masks its logits accordingly.
+    """Compiles one model's grammars, and masks its logits.
 
-    Without a grammar `tokenizer`, every grammar is refused; the error has `problem`, the reason why
-    the model's tokenizer cannot be used. If there is a `sandbox`, each grammar is compiled there
-    first.
+    `problem` says why the model has no grammar `tokenizer`, so that every grammar is refused.
     """
 
     def __init__(
@@ -82,17 +70,11 @@ class StructuredOutput:
         self._masks = Masks()
 
     def grammar(self, job: GenerateJob) -> Grammar | None:
-        """Return the grammar of a job's answer, made from the response format and the calls that
-        the answer may have; None if nothing constrains the answer.
-
-        Raises BadRequest if the model's call format cannot be combined with the response format.
-        """
+        """Return the grammar of a job's answer, or None. Raises BadRequest."""
         return answer_grammar(job.calling, self._call_format, job.grammar)
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
-        """Compile a grammar. Slow; safe on any thread. Raises BadRequest, with the reason, if it
-        cannot be compiled.
-        """
+        """Compile a grammar, slowly, on any thread. Raises BadRequest if that fails."""
         if self._tokenizer is None:
             raise BadRequest(
                 "This model's answers cannot follow a schema, a grammar or a required tool: "
@@ -109,22 +91,16 @@ class StructuredOutput:
         )
 
     def matches_schema(self, schema: str, answer: str) -> bool | None:
-        """Return whether a finished answer fits a JSON Schema; None if undecidable. Slow."""
         return fits(schema, answer, self._sandbox)
 
     def mask(self, logits: mx.array, bound: Sequence[BoundRow]) -> mx.array:
-        """Return logits, (rows, vocabulary), with -inf for the tokens that the grammars of the
-        bound rows exclude.
-
-        If only one text can follow, all tokens are excluded except the next token of that text as
-        the tokenizer encodes it. So a pass that reads several forced tokens reads the same tokens
-        that decoding one by one would choose.
-        """
-        assert self._tokenizer is not None  # no row has a matcher without one
+        """Return (rows, vocabulary) logits with -inf for the tokens that grammars exclude."""
+        assert self._tokenizer is not None
         forced = [row.forced(1) for row in bound]
         bitmask = np.zeros((len(bound), self._tokenizer.words), dtype=np.uint32)
         self._masks.fill([row.matcher for row in bound], bitmask)
         for mask, row, tokens in zip(bitmask, bound, forced, strict=True):
+            # Decoding must choose the same token that a pass over forced tokens reads.
             if tokens:
                 mask[:] = 0
                 mask[tokens[0] // 32] = np.uint32(1 << (tokens[0] % 32))
@@ -134,6 +110,6 @@ class StructuredOutput:
                 unbarred = mask.copy()
                 for token in (each for each in row.barred if each < 32 * len(mask)):
                     unbarred[token // 32] &= ~np.uint32(1 << (token % 32))
-                if unbarred.any():  # a grammar that must end wins over min_tokens
+                if unbarred.any():  # a grammar that allows only barred tokens wins
                     mask[:] = unbarred
         return apply_masks(logits, bitmask, [row.place for row in bound])

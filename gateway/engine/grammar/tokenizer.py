@@ -1,8 +1,7 @@
-"""A model's tokens in the form that grammars need, made once when the model is loaded.
+"""Makes llguidance's tokenizer of a model.
 
-llguidance's tokenizer is made by native code that holds the GIL. With 152,000 tokens, making it at
-once would take 1.3 s, while all other threads of the process wait. So it is made in parts, on a
-separate thread, and other threads run between the parts.
+llguidance holds the GIL for 1.3 s to make a tokenizer of 152,000 tokens. So the tokenizer is made
+in parts, and other threads run between the parts.
 """
 
 import json
@@ -20,25 +19,22 @@ from tokenizers import Tokenizer
 from gateway.engine.grammar.matching import TextTokens, words
 from gateway.panics import as_exception
 
-_BYTE = '"<0x0A>"'  # the token for a line break in vocabularies that have a token for each byte
-_PAUSE_S = 0.01  # seconds between two parts, in which waiting threads run
+_BYTE = '"<0x0A>"'  # a token of vocabularies that have a token for each byte
+_PAUSE_S = 0.01
 
 
-# The most added tokens. llguidance 1.9.1 holds the GIL while it reads them: one second for 20,000
-# tokens, three minutes for 100,000, 37 s for 16,000 tokens of 1,000 characters, over eight minutes
-# for ten tokens of 100,000 characters (AMD EPYC). Gemma 3 has 6,414 added tokens.
-MOST_ADDED: Final = 1 << 14
-MOST_CHARS: Final = 1 << 10  # the most characters of one added token
-MOST_ADDED_CHARS: Final = 1 << 20  # the most characters of all added tokens
+# llguidance 1.9.1 holds the GIL while it reads added tokens: 1 s for 20,000 tokens, 180 s for
+# 100,000, and 37 s for 16,000 tokens of 1,000 characters (AMD EPYC).
+MOST_ADDED: Final = 1 << 14  # tokens, of which Gemma 3 has 6,414
+MOST_CHARS: Final = 1 << 10  # characters of one added token
+MOST_ADDED_CHARS: Final = 1 << 20  # characters of all added tokens
 
 
 class GrammarTokenizer:
-    """A model's tokens in the form that grammars need. Slow to make: never on the event loop.
+    """A model's tokens in the form that grammars need. It is slow to make.
 
-    `tokenizer` is a tokenizer of transformers. `vocab_size` is the number of the model's logits:
-    larger ids are never allowed. Special and added tokens never count as text, except `marks`, the
-    control tokens around calls. Raises ValueError for a tokenizer that cannot be used with
-    grammars.
+    `tokenizer` is a tokenizer of transformers, `vocab_size` the number of the model's logits, and
+    `marks` are the control tokens around calls. Raises ValueError for an unusable tokenizer.
     """
 
     def __init__(
@@ -63,7 +59,6 @@ class GrammarTokenizer:
 
     @property
     def words(self) -> int:
-        """Return the number of words in a row's mask."""
         return words(self.tokens.vocab_size)
 
     def _texts(self) -> TextTokens:
@@ -78,21 +73,16 @@ class GrammarTokenizer:
 
 
 class _Maker(LLGuidanceBackend):
-    """Outlines' backend with our tokenizer, which knows the number of logits and all EOS tokens."""
+    """Outlines' backend, with a tokenizer that knows the number of logits and all EOS tokens."""
 
     def __init__(self, tokens: LLTokenizer) -> None:
         self.llg = llguidance
-        self.tensor_library_name = "numpy"  # required, but unused: Outlines' processors never run
+        self.tensor_library_name = "numpy"  # required but unused
         self.llg_tokenizer = tokens
 
 
 def _tokens(tokenizer: Tokenizer, size: int, eos_ids: Sequence[int]) -> LLTokenizer:
-    """Return llguidance's tokenizer. Raises ValueError if llguidance cannot read this tokenizer.
-
-    `with_slices` makes the tables of tokens that may continue a string, which is a third of the
-    work, separately. llguidance.hf is not used: it would also copy the tokenizer by serializing and
-    parsing it.
-    """
+    # Each step holds the GIL, so other threads run between the steps.
     text = _readable(tokenizer.to_str())
     time.sleep(_PAUSE_S)
     try:
@@ -104,7 +94,7 @@ def _tokens(tokenizer: Tokenizer, size: int, eos_ids: Sequence[int]) -> LLTokeni
 
 
 def _check_added(tokenizer: Tokenizer) -> None:
-    """Raise ValueError if llguidance would take long to read a tokenizer's added tokens."""
+    """Raise ValueError if llguidance would take long to read the added tokens."""
     added = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
     if len(added) > MOST_ADDED:
         raise ValueError(f"it has {len(added):,} added tokens, and {MOST_ADDED:,} are allowed")
@@ -117,14 +107,12 @@ def _check_added(tokenizer: Tokenizer) -> None:
 
 
 def _readable(text: str) -> str:
-    """Return a tokenizer's JSON with a decoder that llguidance can read. SentencePiece marks spaces
-    with `▁`; its decoder, "Metaspace", is replaced by one that replaces this mark by a space.
+    """Return a tokenizer's JSON with a decoder that llguidance can read.
 
-    The tokens and their ids stay the same. No mark is added before a text's first word any more,
-    but constrained answers don't have this mark. Raises ValueError if tokens would stand for other
-    bytes.
+    SentencePiece's decoder "Metaspace" is replaced by a decoder that turns `▁` into a space. Raises
+    ValueError if tokens would stand for other bytes.
     """
-    if '"Metaspace"' not in text:  # parsing and writing the JSON of all tokens takes a while
+    if '"Metaspace"' not in text:  # skips slow parsing and writing of the JSON
         return text
     whole = json.loads(text)
     decoders = list(_parts(whole.get("decoder"), "decoders"))
@@ -147,9 +135,7 @@ def _readable(text: str) -> str:
 
 
 def _parts(part: Any, name: str) -> Iterator[dict[str, Any]]:
-    """Yield a part of a tokenizer or, if the part is a `Sequence`, all parts in it, listed under
-    `name`.
-    """
+    """Yield a part of a tokenizer, or all parts of a `Sequence`."""
     if isinstance(part, dict):
         if part.get("type") == "Sequence":
             for child in part.get(name) or ():

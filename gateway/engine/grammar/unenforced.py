@@ -1,9 +1,6 @@
-"""Leaves out the keywords of a JSON Schema that no grammar enforces, and lists them as JSON
-pointers.
+"""Leaves out the keywords of a JSON Schema that no grammar enforces, and lists them.
 
-In lenient mode, llguidance itself leaves out some keywords and names them in warnings. The rules
-here are for keywords that llguidance 1.9.1 refuses or misreads without a warning. A finished answer
-is checked against the whole schema in any case.
+The rules are for keywords that llguidance 1.9.1 refuses, or misreads without a warning.
 """
 
 import json
@@ -31,21 +28,18 @@ from gateway.engine.grammar.schemas import (
     types,
 )
 
-_SMALLEST: Final = 1e-50  # smaller bounds are left out: llguidance 1.9.1 refuses a hundred zeros
-# llguidance computes with doubles, which cannot tell larger neighbouring integers apart.
-_LARGEST: Final = 2**53
+_SMALLEST: Final = 1e-50  # smaller bounds have too many zeros for llguidance 1.9.1
+_LARGEST: Final = 2**53  # doubles, which llguidance uses, hold larger integers inexactly
 _LOWER: Final = ("minimum", "exclusiveMinimum")
 _UPPER: Final = ("maximum", "exclusiveMaximum")
 _COUNTS: Final = ("minProperties", "maxProperties")
 _COUNTED: Final = {"minLength", "maxLength", "minItems", "maxItems", *_COUNTS}
-# Larger counts are reduced to this one: no answer has more parts, and llguidance refuses them.
-_MOST_COUNTED: Final = 2**32 - 1
-# The most optional properties for "at least one must be present": each becomes an alternative.
-_MOST_OPTIONAL: Final = 8
+_MOST_COUNTED: Final = 2**32 - 1  # llguidance refuses larger counts
+_MOST_OPTIONAL: Final = 8  # optional properties that become alternatives
 _MOST_COMPARED: Final = 64  # alternatives of a `oneOf`, compared pair by pair
 _FAULT: Final = re.compile(r"^regex parse error:.*^error: (.+)$", re.MULTILINE | re.DOTALL)
 _UNIMPLEMENTED: Final = re.compile(r"Unimplemented keys: (\[.*\])")
-# Keywords that constrain nothing without another keyword: `unenforced` lists the other keyword.
+# Keywords that constrain nothing without another keyword.
 _ASK_NOTHING: Final = frozenset(
     {"$dynamicAnchor", "$recursiveAnchor", "then", "else", "minContains", "maxContains"}
 )
@@ -57,7 +51,7 @@ _RANGES: Final = (
     *(("minLength", "maxLength"), ("minItems", "maxItems"), _COUNTS),
     *(("minimum", "maximum"), ("minimum", "exclusiveMaximum"), ("exclusiveMinimum", "maximum")),
 )
-_REASONS: Final[Mapping[str, str]] = {  # keys are words of the compiler's message
+_REASONS: Final[Mapping[str, str]] = {  # by words of llguidance's message
     "nsatisfiable": "allows no answer: its requirements contradict each other",
     "no answer": "allows no answer: its requirements contradict each other",
     "circular": "cannot be enforced by a grammar: it has keywords beside a `$ref` that leads in a "
@@ -74,23 +68,17 @@ _REASONS: Final[Mapping[str, str]] = {  # keys are words of the compiler's messa
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """The part of a schema that a grammar may enforce, and JSON pointers to the keywords left out.
-
-    `nodes` are the schema's subschemas that may apply to an answer, each with its JSON pointer.
-    """
+    """The part of a schema that a grammar may enforce."""
 
     schema: Node
-    nodes: Sequence[tuple[str, Node]]
-    unenforced: tuple[str, ...]
+    nodes: Sequence[tuple[str, Node]]  # subschemas after their JSON pointers
+    unenforced: tuple[str, ...]  # JSON pointers to keywords that were left out
 
     def naming(self, pointers: Iterable[str]) -> "Held":
-        """Return a copy with these pointers added to `unenforced`."""
         return replace(self, unenforced=tuple(dict.fromkeys((*self.unenforced, *pointers))))
 
     def warned(self, warnings: Iterable[str]) -> "Held":
-        """Return a copy whose `unenforced` also has the keywords in llguidance's warnings. For a
-        warning of an unknown kind, the root is added.
-        """
+        """Return a copy whose `unenforced` also has the keywords in llguidance's warnings."""
         keys, pointers = set[str](), list[str]()
         for warning in warnings:
             match = _UNIMPLEMENTED.match(warning)
@@ -106,8 +94,7 @@ class Held:
 
 
 def hold(root: Schema, max_path: int) -> Held:
-    """Leave out the keywords that llguidance is known not to enforce, and list them. Changes the
-    schema in place.
+    """Leave out, in place, the keywords that llguidance is known not to enforce.
 
     Raises BadRequest for a schema that no finite value fits, or whose references lead nowhere.
     """
@@ -123,11 +110,11 @@ def hold(root: Schema, max_path: int) -> Held:
         if id(node) in lost:
             unenforced.append(f"{place}/$ref")
         if "$schema" in node:
-            # If `$schema` were a URL that llguidance doesn't know, it would try to retrieve it.
+            # llguidance would try to retrieve an unknown URL.
             node["$schema"] = draft_of(node).value
         for rule in _RULES:
             unenforced += [f"{place}/{key}" for key in rule(node)]
-    # Alternatives are compared only once the rules have been applied to all of them.
+    # Alternatives are compared after the rules have been applied to all of them.
     for place, node in nodes:
         if "oneOf" in node and not _hold_one_of(node, schema):
             unenforced.append(f"{place}/oneOf")
@@ -145,9 +132,7 @@ def _items(node: Node) -> Iterator[str]:
 
 
 def _large_numbers(node: Node) -> Iterator[str]:
-    """Reduce counts and bounds to numbers that llguidance accepts and computes exactly. Leave out
-    bounds that would allow more values if they were reduced.
-    """
+    """Reduce or leave out numbers that llguidance refuses or computes inexactly."""
     for key in _COUNTED & node.keys():
         node[key] = min(node[key], _MOST_COUNTED)
     for key in (*_LOWER, *_UPPER, "multipleOf"):
@@ -185,7 +170,7 @@ def _near_bounds(node: Node) -> Iterator[str]:
 
 
 def _literals(node: Node) -> Iterator[str]:
-    """Leave out constants that llguidance writes wrongly: large numbers, and texts with a DEL."""
+    """Leave out constants that llguidance writes wrongly."""
     for key in ("const", "enum"):
         if key in node and any(map(_is_miswritten, _scalars(node[key]))):
             del node[key]
@@ -210,9 +195,8 @@ def _scalars(value: Any) -> Iterator[Any]:
 
 
 def _counts(node: Node) -> Iterator[str]:
-    """Leave out counts of properties if some are optional, or more than one is undeclared."""
-    # An answer may have the same undeclared name several times, so no more than one undeclared
-    # property can be counted.
+    """Leave out counts of properties that may be optional or undeclared."""
+    # An answer may repeat an undeclared name, so only one undeclared property can be counted.
     properties, required = node.get("properties", {}), node.get("required", ())
     optional = [name for name in properties if name not in required]
     minimum, maximum = node.get("minProperties", 0), node.get("maxProperties")
@@ -235,7 +219,7 @@ def _counts(node: Node) -> Iterator[str]:
 
 
 def _patterns(node: Node) -> Iterator[str]:
-    """Leave out patterns that llguidance reads differently, or that repeat too much."""
+    """Leave out patterns that llguidance cannot enforce, and translate the others."""
     if "pattern" in node:
         if is_holdable(node["pattern"]):
             node["pattern"] = as_ecma(node["pattern"])
@@ -251,7 +235,7 @@ def _patterns(node: Node) -> Iterator[str]:
         return
     del node["patternProperties"]
     yield "patternProperties"
-    # If `additionalProperties` stayed, it would also forbid the names that the patterns allowed.
+    # `additionalProperties` would also forbid the names that these patterns allowed.
     if node.pop("additionalProperties", True) is not True:
         yield "additionalProperties"
 
@@ -261,21 +245,18 @@ _RULES: Final[Sequence[Callable[[Node], Iterator[str]]]] = (
 )
 
 
-# ── Alternatives of which only one may fit ────────────────────────────────────────────────────
+# ── Alternatives that exclude each other ──────────────────────────────────────────────────────
 
 
 def _hold_one_of(node: Node, root: Node) -> bool:
-    """Replace `oneOf` by `anyOf`. Return True if no value fits two of the alternatives, so that
-    both keywords mean the same.
-    """
+    """Replace `oneOf` by `anyOf`, and return True if no value fits two of the alternatives."""
     ways = node.pop("oneOf")
     targets = [_target(way, root) for way in ways]
     required = frozenset(node.get("required", ()))
     is_held = len(ways) <= _MOST_COMPARED and all(
         _are_apart(one, other, _kinds(node), required) for one, other in combinations(targets, 2)
     )
-    # Alternatives may be apart once they are closed: an object without undeclared properties
-    # doesn't fit another alternative that requires one of these.
+    # Closed alternatives are apart if one requires a property that the other does not declare.
     if not is_held and len(ways) <= _MOST_COMPARED and not _CONSTRAINTS & node.keys():
         closed = [_closed(way) for way in ways]
         is_held = all(
@@ -296,9 +277,7 @@ def _ask_any(node: Node, ways: Sequence[Schema]) -> None:
 
 
 def _are_apart(one: Schema, other: Schema, kinds: frozenset[str], required: frozenset[str]) -> bool:
-    """Return True if no value fits both schemas. Only values of the types `kinds` count, and only
-    objects that have the properties `required`.
-    """
+    """Return True if no value of these types and with these properties fits both schemas."""
     if _differ(one, other):
         return True
     if not isinstance(one, dict) or not isinstance(other, dict):
@@ -312,9 +291,7 @@ def _are_apart(one: Schema, other: Schema, kinds: frozenset[str], required: froz
 
 
 def _differ(one: Schema, other: Schema) -> bool:
-    """Return True if two schemas surely have no value in common, judging by their types and
-    enumerated values.
-    """
+    """Return True if the types or enumerated values of two schemas have nothing in common."""
     if one is False or other is False:
         return True
     if not isinstance(one, dict) or not isinstance(other, dict):
@@ -326,20 +303,18 @@ def _differ(one: Schema, other: Schema) -> bool:
 
 
 def _values(node: Node) -> frozenset[str] | None:
-    """Return the values that a schema enumerates, as JSON; None if it enumerates none, or if equal
-    values may have different JSON texts.
-    """
+    """Return the values that a schema enumerates, as JSON, or None."""
     values = node.get("enum")
     if "const" in node:
         values = [node["const"]]
-    # 1.0 equals 1, also inside lists and objects, but their texts differ.
+    # The JSON texts of equal values may differ, such as 1.0 and 1.
     if values is None or any(isinstance(value, (float, list, dict)) for value in values):
         return None
     return frozenset(map(json.dumps, values))
 
 
 def _kinds(node: Node) -> frozenset[str]:
-    """Return the JSON types that a schema allows. If it allows numbers, it allows integers too."""
+    """Return the JSON types that a schema allows, with integers if it allows numbers."""
     kinds = types(node)
     return kinds | {"integer"} if "number" in kinds else kinds
 
@@ -351,18 +326,13 @@ def _target(schema: Schema, root: Node) -> Schema:
 
 
 def _property(node: Node, name: str) -> Schema:
-    """Return the schema of a declared property. For an undeclared one, return True if it may be
-    present.
-    """
     if name in node.get("properties", {}):
         return node["properties"][name]
     return node.get("additionalProperties") is not False or "patternProperties" in node
 
 
 def _closed(way: Schema) -> Schema:
-    """Return an alternative with undeclared properties forbidden. If it may need some, return it
-    unchanged.
-    """
+    """Forbid undeclared properties in an alternative, unless it may need some."""
     is_open = isinstance(way, dict) and "properties" in way and not _OPENING & way.keys()
     if not is_open or not way["properties"].keys() >= set(way.get("required", ())):
         return way
@@ -373,9 +343,7 @@ def _closed(way: Schema) -> Schema:
 
 
 def why(part: Held, problem: str) -> str:
-    """Return the reason why a schema doesn't compile, in words for the caller. `problem` is
-    llguidance's message.
-    """
+    """Return a message for the caller that explains llguidance's message, `problem`."""
     for place, node in part.nodes:
         for lower, upper in _RANGES:
             low, high = node.get(lower), node.get(upper)
@@ -399,12 +367,11 @@ def why(part: Held, problem: str) -> str:
 
 
 def _problem_of(pattern: str) -> str:
-    """Return llguidance's message for a schema that has only this pattern."""
     return LLMatcher.validate_grammar(grammar_from("json_schema", json.dumps({"pattern": pattern})))
 
 
 def check_strict(unenforced: Sequence[str]) -> None:
-    """Raise BadRequest, naming the first keyword and its place, if any keyword is unenforced."""
+    """Raise BadRequest if any keyword is unenforced."""
     if unenforced:
         place, _, keyword = unenforced[0].rpartition("/")
         what = f"keyword `{keyword}` at {place}" if place else "as a whole"
@@ -423,7 +390,7 @@ _CONTROLS: Final = re.compile(r"\\u00[01]|\x7f")
 
 
 def read_options(schema: Schema) -> Mapping[str, Any]:
-    """Return the only one of llguidance's options that a schema may set in `x-guidance`."""
+    """Return the options for llguidance that a schema sets. Raises BadRequest."""
     # Any other option would change the constraints, or make the answer invalid JSON.
     options = schema.get("x-guidance", {}) if isinstance(schema, dict) else {}
     if options not in ({}, {"whitespace_flexible": False}, {"whitespace_flexible": True}):
@@ -434,10 +401,8 @@ def read_options(schema: Schema) -> Mapping[str, Any]:
 
 
 def to_llguidance(schema: Node, options: Mapping[str, Any] = COMPACT) -> Node:
-    """Return a schema for llguidance, with these options and lenient mode."""
-    # A model could write a declared name with `\\u` escapes, and it would count as undeclared. So
-    # `\\u` is allowed only if the schema has control characters, which cannot be written otherwise.
-    # In that case, objects with declared names may have no undeclared ones.
+    # A declared name that is written with `\u` escapes would count as undeclared. So these escapes
+    # are allowed only if the schema needs them for control characters, and objects are closed then.
     if _CONTROLS.search(json.dumps(schema)):
         schema = rebuild(schema, _without_others)
     else:
