@@ -1,6 +1,4 @@
-"""Checks for parts of a tokenizer.json that may be costly: parts that make texts much longer, and
-patterns, which may be slow.
-"""
+"""Checks of a tokenizer.json for costly parts: parts that lengthen texts, and slow patterns."""
 
 import json
 import math
@@ -9,9 +7,9 @@ from typing import Any, Final
 
 from tokenizers import Tokenizer
 
-# The factor by which a text may grow. Usual tokenizers replace, for example, a space with `▁`.
+# The factor by which a text may grow.
 MOST_GROWTH: Final = 64
-# Types of steps that match a pattern from the file. A pattern's running time is unknown.
+# Steps with a pattern from the file, whose running time is unknown.
 _PATTERNS: Final = ("Split", "Replace")
 
 
@@ -30,7 +28,7 @@ def has_patterns(tokenizer: Tokenizer) -> bool:
 
 
 def _steps(part: Any) -> Iterator[dict[str, Any]]:
-    """Yield all steps of a part, including those nested in sequences."""
+    """Yield all steps of a part, nested ones too."""
     if part is None:
         return
     waiting = [json.loads(part.__getstate__())]
