@@ -45,10 +45,8 @@ from gateway.errors import ContextLengthExceeded
 from gateway.jobs.rerank import Pair
 
 Pooling = Literal["cls", "mean"]
-_TASK: Final = (
-    "sequence-classification",
-    "scores",
-)  # values of transformer_task and module_output_name
+# Values of transformer_task and module_output_name.
+_TASK: Final = ("sequence-classification", "scores")
 
 
 @dataclass(frozen=True, slots=True)

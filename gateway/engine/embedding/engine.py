@@ -48,10 +48,8 @@ if TYPE_CHECKING:
 SLICE_TOKENS: Final = 512
 # Multiply-adds per thread: starting a thread takes 0.4 ms.
 WORTH_A_THREAD: Final = 30_000_000
-_TASK: Final = (
-    "feature-extraction",
-    "token_embeddings",
-)  # values of transformer_task and module_output_name
+# Values of transformer_task and module_output_name.
+_TASK: Final = ("feature-extraction", "token_embeddings")
 
 
 def bucket(length: int) -> int:

@@ -10,9 +10,8 @@ from gateway.engine.control_tokens import ControlTokens
 from gateway.engine.models.checkpoint import Checkpoint, reading_tokenizer
 from gateway.engine.tokenizer_parts import check_growth, has_patterns
 
-CHARS_A_TOKEN: Final = (
-    16  # more characters than tokens have on average, unless a text is mostly spaces
-)
+# More characters than tokens have on average, unless a text is mostly spaces.
+CHARS_A_TOKEN: Final = 16
 WORDS: Final = 3
 
 
