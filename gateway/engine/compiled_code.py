@@ -19,7 +19,7 @@ import mlx.core as mx
 
 from gateway.engine.blas import cache_folder, open_folder
 
-# Free disk space, below which passes run unfused. 67 functions took 1.4 MB, and g++ needs more.
+# Free disk space that fusion needs: 67 functions took 1.4 MB, and g++ needs more.
 LEAST_BYTES: Final = 16 << 20
 # The beginnings of messages of failed compilations: mlx/backend/cpu/compiled.cpp,
 # mlx/backend/cuda/jit_module.cpp and `name_failure`.
@@ -79,9 +79,8 @@ def unfused() -> Iterator[None]:
 
 
 def name_failure(error: Exception) -> Exception:
-    """Return the error; for a failed compilation, one that names the folder and its free bytes.
-
-    Must run on the lane.
+    """Return the error to raise, which names the folder if a compilation failed. Must run on the
+    lane.
     """
     if type(error) is not RuntimeError or not re.match(FAILURES, str(error)):
         return error

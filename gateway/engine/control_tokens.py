@@ -16,7 +16,7 @@ Piece: TypeAlias = tuple[str, bool]
 
 
 class ControlTokens:
-    """A tokenizer's control tokens: all added tokens that aren't only white space."""
+    """A tokenizer's control tokens, which are all added tokens but white space."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -29,10 +29,7 @@ class ControlTokens:
         self._word = f"split{secrets.token_hex(16)}"
 
     def encode(self, texts: Sequence[Sequence[Piece]]) -> list[list[int]]:
-        """Return the ids of texts given in pieces.
-
-        Control tokens that begin in a caller's piece are encoded as plain text.
-        """
+        """Return texts' ids, with control tokens that begin in callers' pieces as plain text."""
         whole = ["".join(text for text, _ in pieces) for pieces in texts]
         # Only tokenizers' batch calls release the GIL.
         if not any(is_own for pieces in texts for _, is_own in pieces):
@@ -55,11 +52,10 @@ class ControlTokens:
         return spelled
 
     def split(self, value: Any, plain: Collection[str] = ()) -> Any:
-        """Return a JSON value with a marker after the first letter of each control token in its
-        texts.
+        """Return a JSON value with a marker after the first letter of each control token not in
+        `plain`.
 
-        Tokens in `plain` get no marker. `pieces` finds the markers in the text that a template
-        renders.
+        `pieces` finds the markers in the text that a template renders.
         """
         match value:
             case str():
@@ -71,10 +67,7 @@ class ControlTokens:
         return value
 
     def pieces(self, text: str) -> list[Piece]:
-        """Split a text at the markers of `split`.
-
-        The letter before a marker begins a control token, so it counts as the caller's.
-        """
+        """Split a text at the markers of `split`; the letter before a marker is the caller's."""
         *parts, last = text.split(self._word)
         pieces: list[Piece] = []
         for part in parts:

@@ -1,4 +1,7 @@
-"""The device, its dtype, memory and limits. OpenBLAS is loaded before this imports mlx."""
+"""The device, its dtype, memory and limits.
+
+gateway.engine has loaded OpenBLAS before this module imports mlx.
+"""
 
 import ctypes
 import math
@@ -29,7 +32,7 @@ class Device(StrEnum):
 
 
 def choose_device(requested: str) -> Device:
-    """Return the device for `auto`, `cpu` or `gpu`. Raises ValueError if it isn't available."""
+    """Return the device for `auto`, `cpu` or `gpu`, or raise ValueError if it isn't available."""
     metal, cuda = mx.metal.is_available(), mx.cuda.is_available()
     if requested == "cpu":
         return Device.CPU
@@ -76,7 +79,7 @@ def configure(
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """mlx's memory limits in bytes; None means mlx's default."""
+    """mlx's memory limits in bytes, None for mlx's defaults."""
 
     cache: int | None
     wired: int | None
@@ -85,7 +88,7 @@ class Limits:
 def memory_limits(
     device: Device, info: Mapping[str, object], cache: int | None, wired: int | None
 ) -> Limits:
-    """Return mlx's limits; `cache` and `wired` are the settings in bytes."""
+    """Return mlx's limits for the settings `cache` and `wired`, in bytes."""
     recommended = info.get("max_recommended_working_set_size")
     if device is not Device.METAL or not isinstance(recommended, int):
         return Limits(cache, None)
@@ -104,10 +107,9 @@ def memory_limits(
 # MLX's limit of live and cached buffers, unless `iogpu.rsrc_limit` is set
 # (mlx/backend/metal/device_info.cpp).
 METAL_BUFFERS: Final = 499_000
-# The prefix caches' share of the buffers.
-KEPT_SHARE: Final = 0.5
-# Seconds. After a longer pass, the next one is evaluated in parts: macOS ends a command buffer
-# after five seconds, or sooner to draw the screen (exo #1620, omlx #1387, mlx #3267).
+KEPT_SHARE: Final = 0.5  # the prefix caches' share of the buffers
+# Seconds of a pass, after which the next is evaluated in parts: macOS ends a command buffer after
+# five seconds, or sooner to draw the screen (exo #1620, omlx #1387, mlx #3267).
 PASS_S: Final = 1.0
 
 
@@ -121,16 +123,14 @@ class KeptBuffers:
 
 @dataclass(frozen=True, slots=True)
 class DeviceBounds:
-    """A device's limits; None means unlimited."""
+    """A device's limits, None if unlimited."""
 
     buffer_bytes: int | None = None  # size of the largest possible buffer
-    # Seconds; see PASS_S.
-    pass_s: float | None = None
+    pass_s: float | None = None  # see PASS_S
     kept: KeptBuffers = field(default_factory=KeptBuffers)
 
 
 def read_bounds(device: Device, info: Mapping[str, object]) -> DeviceBounds:
-    """Return a device's limits; only Metal has any."""
     if device is not Device.METAL:
         return DeviceBounds()
     buffers, largest = info.get("resource_limit"), info.get("max_buffer_length")
@@ -183,7 +183,7 @@ def device_facts(device: Device) -> dict[str, str | int]:
 
 
 def leave() -> None:
-    """Release this thread's streams at its end: otherwise half of all processes abort at exit."""
+    """Release this thread's streams at the thread's end; else half of all processes abort at exit."""
     mx.clear_streams()
 
 
@@ -199,7 +199,7 @@ _own = threading.local()
 
 
 def cpu_streams(count: int) -> list[mx.Stream]:
-    """Return `count` CPU streams of this thread. mlx runs each stream on its own thread."""
+    """Return `count` CPU streams of this thread, each run by mlx on its own thread."""
     made: list[mx.Stream] = _own.__dict__.setdefault("streams", [])
     while len(made) < count:
         made.append(mx.new_stream(mx.Device(mx.cpu, 0)))
@@ -225,7 +225,7 @@ _MEMBERSHIP = Path("/proc/self/cgroup")
 
 
 def memory_bytes(device: Device) -> int:
-    """Return the bytes that models may use in total. On a CPU, the control group's limit counts."""
+    """Return the bytes that models may use in total, within the control group's limit."""
     info = device_info(device)
     for key in ("max_recommended_working_set_size", "total_memory", "memory_size"):
         if info.get(key):
@@ -235,12 +235,12 @@ def memory_bytes(device: Device) -> int:
 
 
 def active_bytes() -> int:
-    """Return the bytes of live arrays. Safe on any thread."""
+    """Return the bytes of live arrays, on any thread."""
     return mx.get_active_memory()
 
 
 def cached_bytes() -> int:
-    """Return the bytes of freed buffers that mlx keeps. Safe on any thread."""
+    """Return the bytes of freed buffers that mlx keeps, on any thread."""
     return mx.get_cache_memory()
 
 
@@ -265,7 +265,7 @@ def prepare_malloc() -> None:
 
 
 def launch(*arrays: object) -> None:
-    """Start to compute arrays, or trees of them, without waiting. Must run on the lane."""
+    """Start to compute arrays, or trees of them, on the lane."""
     mx.async_eval(*arrays)  # type: ignore[no-untyped-call]
 
 
@@ -279,7 +279,7 @@ def is_late() -> bool:
 
 
 def confirm() -> None:
-    """Raise late errors of launched work. Must run on the lane.
+    """Raise late errors of launched work, on the lane.
 
     Deliver or store results only after this call.
     """
@@ -288,7 +288,7 @@ def confirm() -> None:
 
 
 def evaluate(*arrays: object) -> None:
-    """Compute arrays, or trees of them, and wait. Raises device errors. Must run on the lane."""
+    """Compute arrays, or trees of them, on the lane, and raise device errors."""
     mx.eval(*arrays)
     confirm()
 
@@ -304,7 +304,7 @@ class FreedBuffers(Protocol):
 
 
 def clear_cache(mlx: FreedBuffers = mx) -> None:
-    """Wait for all work, then return freed buffers to the system. Must run on the lane.
+    """Wait for all work on the lane, then return freed buffers to the system.
 
     No other code may return buffers: with work in flight, macOS's kernel can panic
     (https://github.com/ml-explore/mlx/issues/3346 and 3186).
@@ -314,7 +314,7 @@ def clear_cache(mlx: FreedBuffers = mx) -> None:
 
 
 def give_back() -> None:
-    """Return freed memory to the system, in up to 58 ms on a CPU. Must run on the lane."""
+    """Return freed memory to the system, on the lane."""
     clear_cache()
     trim = _of_glibc("malloc_trim")
     if trim is not None:
@@ -322,7 +322,7 @@ def give_back() -> None:
 
 
 def _of_glibc(name: str) -> Callable[..., int] | None:
-    """Return a function of glibc's malloc.h; None if the C library lacks it, as musl does."""
+    """Return a function of glibc's malloc.h, or None in other C libraries."""
     if sys.platform == "linux":
         return getattr(ctypes.CDLL(None), name, None)
     return None

@@ -20,16 +20,16 @@ FAULT_TEXTS: Final = (
     # After SubmissionsIgnored, the kernel refuses all work of this process: omlx #3706, mlx-lm
     # #1572.
     (f"{_METAL}SubmissionsIgnored", Fault.FATAL),
-    # Metal works again once memory is free: mlx #3523, mlx-omni-server #59.
+    # Metal works again once memory is free (mlx #3523, mlx-omni-server #59).
     (f"{_METAL}OutOfMemory", Fault.PRESSURE),
-    # After other Metal errors, the device may work or not: timeouts (omlx #3706, mlx-lm #1572),
-    # hangs (mlx-vlm #697, #1064), other processes' errors (mlx-openai-server #169), the screen (mlx
-    # #3267).
+    # After other Metal errors, the device may or may not work: timeouts (omlx #3706, mlx-lm #1572),
+    # hangs (mlx-vlm #697, #1064), errors of other processes (mlx-openai-server #169), screen
+    # drawing (mlx #3267).
     (r"\[METAL\] ", Fault.UNKNOWN),
-    # Memory, mlx/backend/{metal,cuda}/allocator.cpp. Too many buffers are alive for now: mlx #3849,
-    # mlx-lm #831, omlx #2535.
+    # Memory, mlx/backend/{metal,cuda}/allocator.cpp. Too many buffers are alive for now (mlx #3849,
+    # mlx-lm #831, omlx #2535).
     (r"\[metal::malloc\] Resource limit", Fault.PRESSURE),
-    # A buffer exceeds Metal's maximum size. Fewer rows need smaller buffers.
+    # A buffer exceeds Metal's maximum size; fewer rows need smaller buffers.
     (r"\[metal::malloc\] Attempting to allocate", Fault.PRESSURE),
     (r"\[malloc\] Unable to allocate", Fault.PRESSURE),
     # cudaErrorMemoryAllocation (2), and CUBLAS_STATUS_ALLOC_FAILED.
@@ -53,8 +53,8 @@ FAULT_TEXTS: Final = (
             "tensor memory not completely freed",
             "the MPS client has been terminated",
             "an async error has occured in external entity",
-            # The header doesn't say so for 214, 220, 709, 201 and 4, but the CUDA context is lost
-            # too.
+            # The header demands no restart for 214, 220, 709, 201 and 4, but the CUDA context is
+            # lost too.
             "uncorrectable ECC error encountered",
             "uncorrectable NVLink error detected",
             "context is destroyed",
@@ -75,7 +75,7 @@ FAULT_TEXTS: Final = (
             r"\[(metal|cuda)_kernel\] No ",
             r"\[metal::Device\] Unable to (build|load)",
             r"Can not find algorithm for matmul",
-            r"There is no Stream\(",  # another thread's stream
+            r"There is no Stream\(",
             r".*(U|u)nsupported dtype",
         )
     ),

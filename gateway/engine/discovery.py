@@ -1,4 +1,4 @@
-"""Search for models on this machine; each model's kind is read from its files.
+"""Search for models on this machine, and recognition of each model's kind.
 
 A model whose kind is unclear is refused, with an entry for models.yaml that would state the kind.
 """
@@ -25,7 +25,7 @@ from gateway.registry import is_gguf, parse_source
 
 Kind: TypeAlias = Literal["chat", "embedding", "rerank"]
 
-# The largest file read here, in bytes. tokenizer_config.json has up to two million.
+# In bytes; tokenizer_config.json has up to two million.
 MOST_BYTES: Final = 8_000_000
 _OF_SENTENCES: Final = (
     "modules.json",
@@ -52,10 +52,10 @@ class _Unclear(Exception):
 
 
 def read_kind(files: Path | None, model: str, source: str) -> Kind:
-    """Return the kind of a model. Raises ModelRefused.
+    """Return a model's kind, or raise ModelRefused.
 
-    `files` is a folder, which need not have weights, or a GGUF file; None for a GGUF file that
-    isn't downloaded. `source` is written as in models.yaml.
+    `files` is a folder, perhaps without weights, or a GGUF file. None stands for a GGUF file that
+    isn't downloaded.
     """
     try:
         if files is not None and not is_gguf(files.name):
@@ -145,7 +145,7 @@ def _of_decoder(folder: Path, model: str, kind: str, config: Mapping[str, Any]) 
 
 
 def read_object(folder: Path, name: str) -> dict[str, Any]:
-    """Return the object in a JSON file; {} if there is no file. Raises ValueError."""
+    """Return the object in a JSON file, or {} without a file. Raises ValueError."""
     if not (folder / name).is_file():
         return {}
     with (folder / name).open("rb") as file:
@@ -168,11 +168,11 @@ class Found:
     model: str
     source: str  # written as in models.yaml
     kind: Kind | None  # None if the model is not served
-    why: str = ""  # the reason if it is not served
+    why: str = ""  # why the model is not served
 
 
 def discover(places: Sequence[str], hub: Hub) -> Iterator[Found]:
-    """Yield the models in `places`: `huggingface`, `lmstudio`, or paths of folders."""
+    """Yield the models in `places`, which are `huggingface`, `lmstudio` or folders."""
     for place in places:
         if place == "huggingface":
             yield from _find_cached(hub.cache or Path(constants.HF_HUB_CACHE))
@@ -184,7 +184,7 @@ def discover(places: Sequence[str], hub: Hub) -> Iterator[Found]:
 
 
 def _find_cached(cache: Path) -> Iterator[Found]:
-    """Yield each model once: at its branch `main` or, if that cannot be served, another commit."""
+    """Yield each model once, at its branch `main` if that can be served."""
     for repo in _listed(cache):
         if not repo.name.startswith("models--"):
             continue
@@ -200,13 +200,11 @@ def _find_cached(cache: Path) -> Iterator[Found]:
 
 
 def _lmstudio_folders(home: Path) -> list[Path]:
-    """Return LM Studio's folders of models. A file in the home may name LM Studio's folder."""
     pointed = Path(_read_line(home / ".lmstudio-home-pointer") or home / ".lmstudio")
     return [pointed / "models", home / ".cache" / "lm-studio" / "models"]
 
 
 def _find_below(folder: Path, name: str = "", depth: int = 2) -> Iterator[Found]:
-    """Yield the models in a folder and its subfolders, down to `depth`."""
     files = _model_files(folder)
     yield from _each(files, name or folder.name, f"path:{folder}")
     if depth and folder not in files:  # folders inside a model are its parts

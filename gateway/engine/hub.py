@@ -1,9 +1,8 @@
 """A model's files: in a folder, in an installed package, or downloaded from the hub.
 
-All functions block: run them on a thread, never on the event loop or the lane.
-
-Large files are downloaded here, because huggingface_hub 2.4 restarts killed downloads and checks
-only sizes (`_download_to_tmp_and_move`, pull request 4228).
+All functions block: run them on a thread, never on the event loop or the lane. Large files are
+downloaded here, because huggingface_hub 2.4 restarts killed downloads and checks only sizes
+(`_download_to_tmp_and_move`, pull request 4228).
 """
 
 import contextlib
@@ -88,7 +87,6 @@ def require_room(needed: int, folder: Path) -> None:
 
 
 def _free(folder: Path) -> tuple[Path, int]:
-    """Return the nearest existing folder and the free bytes on its disk."""
     there = next(parent for parent in (folder, *folder.parents) if parent.is_dir())
     return there, shutil.disk_usage(there).free
 
@@ -138,7 +136,7 @@ class Counter(tqdm):
 
 
 def check(folder: Path, files: Iterable[HubFile]) -> None:
-    """Compare a folder with the hub's information. Raises Damaged for the first wrong file.
+    """Raise Damaged unless a folder's files are as the hub says.
 
     A file of the wrong size is removed, so that it will be downloaded again.
     """
@@ -201,7 +199,7 @@ def _remove(path: Path) -> None:
 # connect.
 _http.close_session = lambda: None
 logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-# The files to download. Pickles can run code, so weights are only safetensors.
+# The files to download, without pickles, which can run code.
 FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 # Copies of the weights in makers' formats (gpt-oss, Mistral), and an adapter's weights at earlier
 # training steps (mlx-lm).
@@ -215,7 +213,7 @@ class Unfit(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hub:
-    """The hub's address and cache folder; None means Hugging Face's defaults."""
+    """The hub's address and cache folder, None for Hugging Face's defaults."""
 
     endpoint: str | None = None
     cache: Path | None = None
@@ -228,7 +226,7 @@ def free_bytes(hub: Hub) -> int:
 
 
 def on_disk(spec: ModelSpec, hub: Hub) -> Path | None:
-    """Return the path of a model's folder or GGUF file; None if it must be downloaded.
+    """Return the path of a model's folder or GGUF file, or None if it must be downloaded.
 
     Raises ModelUnavailable for a missing package, and ModelLoadFailed for a missing path.
     """
@@ -245,7 +243,6 @@ def on_disk(spec: ModelSpec, hub: Hub) -> Path | None:
 
 
 def is_installed(source: HubSource) -> bool:
-    """Return True if a package with this source's files is installed."""
     return source.package is not None and package_folder(source.package.module) is not None
 
 
@@ -282,10 +279,7 @@ def is_wanted(name: str) -> bool:
 
 
 def ask_hub(spec: ModelSpec, hub: Hub) -> int:
-    """Ask the hub for a model's size in bytes, before a download.
-
-    Waits `timeout_s` at most. Raises ModelUnavailable.
-    """
+    """Ask the hub for a model's size in bytes. Raises ModelUnavailable."""
     source = spec.source
     assert isinstance(source, HubSource)
     require_download(source, hub, spec.id)
@@ -318,9 +312,8 @@ def fetched_bytes(spec: ModelSpec, hub: Hub) -> int:
 
 
 def download(spec: ModelSpec, hub: Hub) -> Path:
-    """Download a model's missing files, check all files, and return the model's path.
-
-    Raises ModelUnavailable, but keeps the files downloaded so far.
+    """Download a model's missing files, check all files, and return the model's path. Raises
+    ModelUnavailable.
     """
     source = spec.source
     assert isinstance(source, HubSource)
@@ -357,7 +350,7 @@ def _listing(source: HubSource, hub: Hub) -> tuple[str, list[HubFile]]:
 
 
 def list_repository(source: HubSource, hub: Hub) -> tuple[str, list[HubFile]]:
-    """Ask the hub for a revision's commit and files. Raises Unfit if a file is invalid."""
+    """Ask the hub for a revision's commit and files. Raises Unfit."""
     info = HfApi(endpoint=hub.endpoint).model_info(
         source.repo, revision=source.revision, timeout=hub.timeout_s, files_metadata=True
     )
@@ -378,7 +371,7 @@ def list_repository(source: HubSource, hub: Hub) -> tuple[str, list[HubFile]]:
 
 
 def wanted_files(source: HubSource, every: Iterable[HubFile]) -> list[HubFile]:
-    """Return the files that a model needs. Raises Unfit if there are no weights."""
+    """Return the files that a model needs, or raise Unfit if there are no weights."""
     files = [file for file in every if _is_needed(source, file.name)]
     if source.is_gguf:
         if not files:
@@ -433,8 +426,7 @@ def _model_in(folder: Path, source: HubSource) -> Path:
 
 
 def _find_packaged(model: str, source: PackageSource) -> Path:
-    """Find a model in a package without importing the package, which may import torch."""
-    root = package_folder(source.module)
+    root = package_folder(source.module)  # importing the package might import torch
     if root is None:
         problem = f"its package is not installed. Run: {install_command(source)}"
         raise ModelUnavailable(model, problem)

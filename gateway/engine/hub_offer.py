@@ -49,10 +49,7 @@ class Offer:
 
 
 def require_public(source: HubSource, hub: Hub, model: str) -> None:
-    """Raise ModelRefused for a private or gated repository, or one with another name on the hub.
-
-    Raises the errors of `look` too.
-    """
+    """Raise ModelRefused unless a repository is public and has exactly this name."""
     require_download(source, hub, model)
     try:
         info = HfApi(endpoint=hub.endpoint).model_info(source.repo, timeout=hub.timeout_s)
@@ -69,7 +66,7 @@ def require_public(source: HubSource, hub: Hub, model: str) -> None:
 def look(source: HubSource, hub: Hub, model: str) -> Offer:
     """Ask the hub for a model's size and kind.
 
-    Raises ModelNotFound, ModelRefused if the kind is unclear, and ModelUnavailable.
+    Raises ModelNotFound, ModelRefused and ModelUnavailable.
     """
     try:
         require_download(source, hub, model)

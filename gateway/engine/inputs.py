@@ -15,10 +15,7 @@ from gateway.registry import ChatSpec, EmbeddingSpec, Inputs, ModelSpec, is_gguf
 
 
 def read_inputs(spec: ModelSpec, hub: Hub) -> Inputs | None:
-    """Return the inputs that a model accepts; None if its files are not on this disk.
-
-    An adapter has the inputs of its base. Blocks on files.
-    """
+    """Return the inputs that a model accepts, or None if its files are not on this disk."""
     if isinstance(spec, ChatSpec):
         spec = spec.base_spec or spec
     try:
@@ -42,7 +39,7 @@ def _reader(spec: ModelSpec) -> tuple[Callable[..., int | None], *tuple[Hashable
     if isinstance(spec, ChatSpec):
         return read_context, spec.max_context
     if isinstance(spec, EmbeddingSpec):
-        from gateway.engine.embedding.engine import read_embedding_context  # imports mlx
+        from gateway.engine.embedding.engine import read_embedding_context
 
         return read_embedding_context, spec.max_context, spec.pooling, spec.normalize
     if spec.scoring == "labels":

@@ -39,20 +39,20 @@ if TYPE_CHECKING:
 Answer: TypeAlias = tuple[str, Any]
 Request: TypeAlias = Mapping[str, Any]
 Sandbox: TypeAlias = Callable[[Request, bytes], Answer]
-"""A function that runs a request and returns an outcome and its value.
+"""Runs a request and returns an outcome and its value.
 
 The outcome is one of the request's kind, or large, busy, slow, late, died or killed, with a reason.
-A request whose key has ended a process before is not run.
+A request whose key has ended a process is not run again.
 """
 
-# No larger than the stacks of the gateway's threads: a recursion that fits here fits there too.
+# A recursion that fits this stack also fits the stacks of the gateway's threads.
 STACK_BYTES: Final = 4 << 20
 TRIAL_STEPS: Final = 8
-# The most tokens that a grammar may force at once.
+# Tokens that a grammar may force at once.
 MOST_FORCED: Final = 1 << 17
-TRIAL_FORCED: Final = 64  # the most forced tokens taken in a step
+TRIAL_FORCED: Final = 64
 MOST_REASON: Final = 2000  # characters
-# A larger process is replaced: malloc returns little memory to the system.
+# A larger process is replaced, since malloc returns little memory to the system.
 SPENT_BYTES: Final = 512 << 20
 # Keywords of JSON Schema that may accept a value because a subschema refuses it.
 TURNING: Final = ("not", "oneOf", "if", "maxContains", "unevaluatedItems", "unevaluatedProperties")
@@ -121,10 +121,7 @@ def _bytes_tokenizer(specials: tuple[str, ...]) -> tuple[Any, int]:
 
 
 def render(request: Request) -> Answer:
-    """Render a chat template as transformers does.
-
-    `arguments` are those of transformers' `render_jinja_template`, as JSON.
-    """
+    """Render a chat template with the arguments of transformers' `render_jinja_template`."""
     try:
         rendered: Any = _renderer()(**json.loads(request["arguments"]))
     except MemoryError:
@@ -152,7 +149,7 @@ def _renderer() -> Callable[..., Any]:
 
 
 def judge(request: Request) -> Answer:
-    """Judge whether a JSON answer fits a JSON Schema. `draft` names a validator of jsonschema_rs.
+    """Judge whether a JSON answer fits a JSON Schema, with the validator `draft` of jsonschema_rs.
 
     A reference to another document is never followed, but allows all values. The outcome is
     `refused` if the answer may fit only for that reason.
@@ -169,7 +166,7 @@ def judge(request: Request) -> Answer:
         followed.append(address)
         return {}
 
-    # The first takes linear time; the second backtracks, which look-arounds need.
+    # The second kind backtracks, which look-arounds need.
     options = (rs.RegexOptions(), rs.FancyRegexOptions(backtrack_limit=100_000))
     for patterns in options:
         try:
@@ -191,8 +188,7 @@ def judge(request: Request) -> Answer:
 def read_answer(request: Request) -> Answer:
     """Parse a model's answer with its checkpoint's `response_template`, as transformers does.
 
-    `prefix` is the end of the prompt, and `tools` are the functions that the answer may call. If
-    `text` is None, only check the template.
+    `prefix` is the end of the prompt. If `text` is None, only check the template.
     """
     # Imports the parser's dependency without the rest of transformers.
     _renderer()
@@ -209,14 +205,14 @@ def read_answer(request: Request) -> Answer:
 
 
 class Unfit(Exception):
-    """Raised for an image that is not decoded; the message is the reason."""
+    """The image is not decoded, for the reason in the message."""
 
 
 def read_image(request: Request) -> Answer:
-    """Measure the image file `data`, or decode it to `width` × `height` pixels.
+    """Measure the image file `data`, or decode it to `width` × `height` pixels of red, green, blue
+    bytes.
 
-    The measured size is that of the upright image. Pixels are rows of red, green and blue bytes;
-    `resample` names a filter of Pillow's.
+    The measured size is that of the upright image.
     """
     from PIL.Image import Resampling, Transpose
 
@@ -227,7 +223,7 @@ def read_image(request: Request) -> Answer:
         image.load()
         turn = TURNS.get(orientation)
         turned = image.transpose(Transpose[turn]) if turn else image
-        del image  # frees its pixels
+        del image  # frees memory
         size, resample = (request["width"], request["height"]), request["resample"].upper()
         return "decoded", _to_rgb(turned).resize(size, Resampling[resample]).tobytes()
     except MemoryError:
@@ -240,7 +236,7 @@ def read_image(request: Request) -> Answer:
 
 
 def refuse_size(width: int, height: int) -> str | None:
-    """Return the reason why an image of this size is not decoded; None if it may be decoded."""
+    """Return the reason why an image of this size is not decoded, or None."""
     size = f"it has {width:,} × {height:,} pixels"
     if width * height > MOST_PIXELS:
         return f"{size}, over {MOST_PIXELS:,} in all"
@@ -336,7 +332,7 @@ READY: Final[Mapping[str, Callable[[], Answer]]] = {
 
 
 def serve(connection: "Connection[Any, Any]", kind: str) -> None:
-    """Warm up for requests of `kind`, then answer requests until the other end closes."""
+    """Answer requests until the other end closes the connection."""
     READY[kind]()
     base_bytes = _address_space_bytes()
     connection.send_bytes(json.dumps(("ready", None, False)).encode())

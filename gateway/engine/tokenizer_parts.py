@@ -1,4 +1,4 @@
-"""Checks of a tokenizer.json for costly parts: parts that lengthen texts, and slow patterns."""
+"""Checks of a tokenizer.json for slow patterns and for parts that lengthen texts."""
 
 import json
 import math
@@ -7,8 +7,7 @@ from typing import Any, Final
 
 from tokenizers import Tokenizer
 
-# The factor by which a text may grow.
-MOST_GROWTH: Final = 64
+MOST_GROWTH: Final = 64  # the factor by which a text may grow
 # Steps with a pattern from the file, whose running time is unknown.
 _PATTERNS: Final = ("Split", "Replace")
 
@@ -22,13 +21,12 @@ def check_growth(tokenizer: Tokenizer) -> None:
 
 
 def has_patterns(tokenizer: Tokenizer) -> bool:
-    """Return True if texts are matched with patterns from the file, which may take long."""
+    """Return True if texts are matched with patterns from the file, which may be slow."""
     parts = (tokenizer.normalizer, tokenizer.pre_tokenizer)
     return any(step.get("type") in _PATTERNS for part in parts for step in _steps(part))
 
 
 def _steps(part: Any) -> Iterator[dict[str, Any]]:
-    """Yield all steps of a part, nested ones too."""
     if part is None:
         return
     waiting = [json.loads(part.__getstate__())]

@@ -57,7 +57,7 @@ class Norm:
 
 
 def arrays_of(part: object) -> list[mx.array]:
-    """List every array of a part: a layer, a list of layers, or an array itself."""
+    """List every array of a part, which may be a layer, a list or an array."""
     if isinstance(part, mx.array):
         return [part]
     children: Sequence[object] = ()
@@ -82,7 +82,7 @@ class BertLayer:
     attend: Attention
     activation: Activation
     gate: Dense | None = None  # if set, activation(gate(x)) multiplies up(x)
-    rotate: Rotation | None = None  # set if positions are rotations, not embeddings
+    rotate: Rotation | None = None
 
     def __call__(self, x: mx.array, bias: mx.array | None, rows: int) -> mx.array:
         """Map (rows * tokens, dimensions) to the same shape."""
@@ -116,7 +116,7 @@ def make_layer(
     epsilon: float,
     rotate: Rotation | None = None,
 ) -> BertLayer:
-    """Make a layer from its weights, named as below `encoder.layer.N.` in a checkpoint."""
+    """Make a layer from its weights, named without the prefix `encoder.layer.N.`."""
 
     scales = {"query": choice.query_scale, "key": 1.0, "value": 1.0}
     qkv = {
@@ -144,7 +144,7 @@ def make_layer(
 
 POSITIONS: Final = "embeddings.position_embeddings.weight"
 TYPES: Final = "embeddings.token_type_embeddings.weight"
-# Weights that the encoder ignores: buffers, and the heads of task models.
+# Ignored weights: buffers, and the heads of task models.
 IGNORED: Final = (
     "embeddings.position_ids",
     "embeddings.token_type_ids",

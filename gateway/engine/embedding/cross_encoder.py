@@ -107,7 +107,7 @@ class CrossEncoderEngine(EncoderEngine):
     ) -> None:
         super().__init__(name, encoder, device=device, max_tokens=max_tokens)
         self.tokenizer = tokenizer
-        self.labels = int(head.out.weight.shape[1])  # logits of each row
+        self.labels = int(head.out.weight.shape[1])
         self._head = head
         self._template = template
 
@@ -126,10 +126,9 @@ class CrossEncoderEngine(EncoderEngine):
         max_document_tokens: int | None = None,
         instruction: str | None = None,
     ) -> list[Pair]:
-        """Tokenize a query once and join it with each document. Safe on any thread.
+        """Join a query with each document, cut to `max_document_tokens` and to fit `max_tokens`.
 
-        Documents are cut to `max_document_tokens` and until the pairs fit `max_tokens`. Raises
-        ContextLengthExceeded if the query leaves no room for a document.
+        Raises ContextLengthExceeded if the query leaves no room for a document.
         """
         # sentence-transformers may cut the query too (truncation="longest_first").
         [first] = self.tokenizer.encode([query], with_specials=False)
@@ -158,7 +157,6 @@ class CrossEncoderEngine(EncoderEngine):
 
     @unfused()
     def probe(self) -> None:
-        """Score a made-up pair."""
         self.score(self.encode_pairs("Hello", ["Hello"]))
 
     def _finish(self, hidden: mx.array, counts: mx.array, mask: mx.array | None) -> mx.array:
@@ -173,7 +171,7 @@ def load_cross_encoder_in_steps(
     dtype: str | None = None,
     max_context: int | None = None,
 ) -> Generator[CrossEncoderEngine | None]:
-    """Load a reranker from a folder of safetensors in steps; the last step yields the engine.
+    """Load a reranker from a folder of safetensors; the last step yields the engine.
 
     `max_context` can only lower the limit in the model's files. Raises ModelLoadFailed.
     """
@@ -207,7 +205,7 @@ def read_cross_context(folder: Path, max_context: int | None) -> int:
 
 
 def find_transformer(checkpoint: Checkpoint) -> Checkpoint:
-    """Return the folder of the only module in modules.json, or this folder without modules.json."""
+    """Return the folder of modules.json's only module, or this folder without modules.json."""
     modules = checkpoint.read_modules()
     if modules is None:
         return checkpoint

@@ -46,14 +46,14 @@ if TYPE_CHECKING:
 
 # On a CPU, the buffers of a larger pass exceed the processor's cache.
 SLICE_TOKENS: Final = 512
-# Multiply-adds per thread: starting a thread takes 0.4 ms.
+# Multiply-adds that are worth a thread, which takes 0.4 ms to start.
 WORTH_A_THREAD: Final = 30_000_000
 # Values of transformer_task and module_output_name.
 _TASK: Final = ("feature-extraction", "token_embeddings")
 
 
 def bucket(length: int) -> int:
-    """Round a length up to a multiple of 8; above 64, in steps that add at most a quarter."""
+    """Round a length up to a multiple of 8 and, above 64, by at most a quarter."""
     step = 8
     if length > 64:
         step = 1 << (length - 1).bit_length() - 3
@@ -81,7 +81,6 @@ def slice_rows(lengths: Sequence[int], threads: int) -> list[int]:
 
 
 def _runs(lengths: Sequence[int], cost: int) -> list[int]:
-    """Fill passes that cost at most `cost` with rows in order; return their sizes."""
     runs = [0]
     for length in lengths:
         if (runs[-1] + 1) * length <= cost:
@@ -121,8 +120,8 @@ class Encoder(Protocol):
     ) -> Iterator[mx.array]:
         """Yield (rows, tokens, dimensions) after each layer, and finally the hidden states.
 
-        `mask` is true at real tokens; None if all are real. `types` is true at tokens of type 1;
-        None if all have type 0.
+        `mask` is true at real tokens, or None if all are real. `types` is true at tokens of type 1,
+        or None if there are none.
         """
 
     def parameters(self) -> list[mx.array]:
@@ -144,7 +143,7 @@ ENCODERS: Final[dict[str, type[Bert] | type[ModernBert]]] = {
 
 
 class EncoderEngine(ABC):
-    """A loaded encoder that runs batches. Call it only on the thread that loaded it."""
+    """A loaded encoder that runs batches, on the thread that loaded it."""
 
     result: ClassVar[str]  # the word for a row's result in messages
 
@@ -153,7 +152,7 @@ class EncoderEngine(ABC):
         self.max_tokens = max_tokens
         self._encoder = encoder
         self._on_cpu = device is Device.CPU
-        # Weights that multiply each token: all but the embeddings.
+        # Each token is multiplied by all weights but the embeddings.
         table = encoder.vocabulary * encoder.dimensions
         self._weights = sum(array.size for array in encoder.parameters()) - table
 
@@ -180,7 +179,7 @@ class EncoderEngine(ABC):
     def _run(
         self, rows: Sequence[Sequence[int]], width: int, starts: Sequence[int] | None = None
     ) -> Results:
-        """Return each row's result, (rows, width). Token type 1 begins at `starts`."""
+        """Return each row's result, (rows, width), with token type 1 from `starts` on."""
         if not rows:
             return np.zeros((0, width), dtype=np.float32)
         self._check(rows)
@@ -262,7 +261,7 @@ class EncoderEngine(ABC):
 def open_encoder(
     checkpoint: Checkpoint, config: Mapping[str, Any], device: Device, dtype: str | None
 ) -> Encoder:
-    """Open the encoder that a config names, without reading its weights. Raises ModelLoadFailed."""
+    """Open the encoder that a config names, without reading its weights."""
     kind = config.get("model_type")
     if not isinstance(kind, str):
         raise checkpoint.failed("config.json has no model_type")
@@ -287,7 +286,7 @@ def _find_decoder(checkpoint: Checkpoint, kind: str) -> "type[Decoder]":
 
 
 def read_transformer_settings(checkpoint: Checkpoint, task: str, output: str) -> dict[str, Any]:
-    """Read sentence_bert_config.json, or its older names. Refuse unsupported values."""
+    """Read sentence_bert_config.json, or its older names, and refuse unsupported values."""
     files = sorted(path.name for path in checkpoint.folder.glob("sentence_*_config.json"))
     settings = checkpoint.read_object(files[0]) if files else {}
     for key, served in (
@@ -304,7 +303,7 @@ def read_transformer_settings(checkpoint: Checkpoint, task: str, output: str) ->
 def read_max_tokens(
     checkpoint: Checkpoint, positions: int, settings: Mapping[str, Any], asked: int | None
 ) -> int:
-    """Return the lowest of the limits: the model files', the encoder's and `asked`."""
+    """Return the lowest of the model files' limits, `positions` and `asked`."""
     stated = {"max_seq_length": settings.get("max_seq_length")}
     if stated["max_seq_length"] is None:
         config = checkpoint.read_object("tokenizer_config.json")
@@ -318,10 +317,7 @@ def read_max_tokens(
 
 
 def read_encoder_context(folder: Checkpoint, limits: Mapping[str, Any], asked: int | None) -> int:
-    """Return the `max_tokens` of an encoder's folder, special tokens included.
-
-    Raises ModelLoadFailed.
-    """
+    """Return the `max_tokens` of an encoder's folder, special tokens included."""
     config = folder.read_object("config.json")
     encoder = ENCODERS.get(str(config.get("model_type")))
     with folder.reading_config():
@@ -407,7 +403,6 @@ class EmbeddingEngine(EncoderEngine):
 
     @unfused()
     def probe(self) -> None:
-        """Embed a made-up word."""
         self.embed(self.encode(["Hello"]))
 
     def _finish(self, hidden: mx.array, counts: mx.array, mask: mx.array | None) -> mx.array:
@@ -431,8 +426,7 @@ def load_embedding_in_steps(
     prompts: Mapping[str, str] | None = None,
     report: "Report | None" = None,
 ) -> Generator[EmbeddingEngine | None]:
-    """Load an embedding model from a folder of safetensors in steps; the last step yields the
-    engine.
+    """Load an embedding model from a folder of safetensors; the last step yields the engine.
 
     `pooling` (mean, cls, last), `normalize` and non-empty `prompts` override the folder's settings.
     `max_context` can only lower the model's limit. `report` is called with quantized weights that

@@ -1,4 +1,4 @@
-"""Rerankers on a causal model: the score is the log-odds of two labels after a prompt.
+"""Rerankers on a causal model, whose score is the log-odds of two labels after a prompt.
 
 Source: the model card of Qwen3-Reranker.
 """
@@ -29,7 +29,7 @@ from gateway.jobs.rerank import Pair
 
 # A shared prefix is computed separately if that saves at least this many tokens.
 LEAST_SAVED: Final = 64
-# Tokens of the longest prefix kept between calls: 59 MB of 16-bit KV for Qwen3-Reranker-0.6B.
+# The longest prefix kept between calls, 59 MB of 16-bit KV for Qwen3-Reranker-0.6B.
 KEPT_TOKENS: Final = 512
 _KVCache: Any = KVCache  # untyped in mlx-lm
 _layers: Any = nn
@@ -41,7 +41,7 @@ class LabelRecipe:
 
     template: str  # has `{instruction}`, `{query}` and then `{document}`
     labels: Sequence[str]  # relevant and, optionally, irrelevant
-    instruction: str = ""  # the default
+    instruction: str = ""
 
 
 QWEN3: Final = LabelRecipe(
@@ -82,7 +82,7 @@ class LabelScorer:
         self._before, after = recipe.template.split("{document}")
         [self._tail] = tokenizer.encode([after], with_specials=False)
         self._controls = tokenizer.controls
-        self.max_tokens = max_tokens  # the most tokens of a prompt
+        self.max_tokens = max_tokens
         caches = make_prompt_cache(model)
         self._shares_prefixes = all(type(layer) is KVCache for layer in caches)
         self._kv_bytes = measure_kv(model).token
@@ -100,11 +100,11 @@ class LabelScorer:
         max_document_tokens: int | None = None,
         instruction: str | None = None,
     ) -> list[Pair]:
-        """Return the prompts of a query and each document. Safe on any thread.
+        """Return the prompts of a query and documents, cut to `max_document_tokens` and
+        `max_tokens`.
 
-        Documents are cut to `max_document_tokens` and until the prompts fit `max_tokens`. Control
-        tokens in callers' texts are encoded as plain text. Raises ContextLengthExceeded if the
-        query leaves no room for a document.
+        Control tokens in callers' texts are encoded as plain text. Raises ContextLengthExceeded if
+        the query leaves no room for a document.
         """
         *start, (last, _) = _fill(self._before, query, instruction or self._recipe.instruction)
         end = last.rstrip(" ")  # tokenizers join a space to the word after it
@@ -136,7 +136,6 @@ class LabelScorer:
 
     @unfused()
     def probe(self) -> None:
-        """Score a made-up pair."""
         self.score(self.encode_pairs("Hello", ["Hello"]))
 
     def nbytes(self) -> int:
@@ -213,10 +212,7 @@ def _append(prefix: mx.array, own: mx.array) -> mx.array:
 
 
 class LabelHead:
-    """The score as one product: (rows, hidden) → (rows,) float32.
-
-    The vector is the difference between the labels' rows of the output matrix.
-    """
+    """The difference of the labels' logits: (rows, hidden) → (rows,) float32."""
 
     def __init__(self, model: Any, labels: Sequence[int]) -> None:
         layer = model.lm_head if "lm_head" in model else model.model.embed_tokens
@@ -250,10 +246,6 @@ def _rows(layer: Any, ids: mx.array) -> mx.array:
 
 
 def _fill(text: str, query: str, instruction: str) -> list[Piece]:
-    """Return the text before the document in pieces, with the fields filled in.
-
-    Fields that the query or instruction contains stay as they are.
-    """
     fields = {"{query}": query, "{instruction}": instruction}
     parts = re.split("({query}|{instruction})", text)
     return [(fields.get(part, part), part in fields) for part in parts]
@@ -291,7 +283,7 @@ def load_label_scorer_in_steps(
     recipe: LabelRecipe = QWEN3,
     report: Report | None = None,
 ) -> Generator[LabelScorer | None]:
-    """Load a causal model as a reranker in steps; the last step yields the reranker.
+    """Load a causal model as a reranker; the last step yields the reranker.
 
     `report` is called with quantized weights that the device has no kernel for. Raises
     ModelLoadFailed.

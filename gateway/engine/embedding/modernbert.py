@@ -34,11 +34,11 @@ from gateway.engine.models.encoder_kernels import (
     make_rotation,
 )
 
-# Queries of a block. A larger block computes more masked scores.
+# Queries of a block; a larger block computes more masked scores.
 BLOCK: Final = 128
 # PADDING_SCORE would be -inf in float16, and a row of -inf becomes NaN.
 HALF_PADDING_SCORE: Final = -3e4
-# Weights that the encoder ignores: the heads of task models.
+# Ignored weights: the heads of task models.
 IGNORED: Final = ("head.", "decoder.", "classifier.")
 
 
@@ -54,15 +54,13 @@ class ModernBertConfig:
     padding_id: int
     epsilon: float
     activation: str
-    # Each layer's largest distance between tokens that see each other; None without a limit.
+    # Each layer's largest distance between tokens that see each other, or None.
     windows: Sequence[int | None]
-    # The base of each layer's rotations.
-    thetas: Sequence[float]
+    thetas: Sequence[float]  # bases of the layers' rotations
     quantization: Mapping[str, Any]
 
 
 def read_config(checkpoint: Checkpoint, raw: Mapping[str, Any]) -> ModernBertConfig:
-    """Read config.json as transformers 4 or 5 writes it."""
     unsupported = ("attention_bias", "mlp_bias", "norm_bias", "is_causal")
     activation = read_activation(checkpoint, raw, "hidden_activation", unsupported)
     with checkpoint.reading_config():
@@ -143,10 +141,7 @@ class Span:
 def make_spans(
     length: int, mask: mx.array | None, window: int | None, block: int, dtype: mx.Dtype
 ) -> list[Span]:
-    """Divide a row's queries into blocks; with a window, leave out the keys outside it.
-
-    `mask`, (rows, length), is true at real tokens.
-    """
+    """Divide a row's queries into blocks, and leave out keys outside the window."""
     # Source: transformers, masking_utils.py, sliding_window_bidirectional_overlay.
     masked_score = HALF_PADDING_SCORE if dtype == mx.float16 else PADDING_SCORE
     spans = []
@@ -198,7 +193,7 @@ class ModernBertLayer:
 def make_layer(
     weights: Mapping[str, mx.array], choice: Arithmetic, heads: int, epsilon: float
 ) -> ModernBertLayer:
-    """Make a layer from its weights, named as below `layers.N.` in a checkpoint."""
+    """Make a layer from its weights, named without the prefix `layers.N.`."""
     attention_norm = None
     if "attn_norm.weight" in weights:
         attention_norm = make_norm(weights, "attn_norm", choice, epsilon)

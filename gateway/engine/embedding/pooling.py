@@ -17,7 +17,7 @@ from gateway.engine.models.checkpoint import Checkpoint, dequantize, fit_weights
 from gateway.engine.models.encoder_kernels import Activation
 
 INSIDE: Final = "dense."  # prefix of linear layers in the model's own weight file
-_VECTOR: Final = "sentence_embedding"  # a text's vector in sentence-transformers
+_VECTOR: Final = "sentence_embedding"
 # The keys are values of `activation_function` in a Dense module's config.
 _ACTIVATIONS: Final[Mapping[str, Activation]] = {
     "torch.nn.modules.linear.Identity": lambda x: x,
@@ -47,10 +47,7 @@ class Recipe:
 
 
 def read_recipe(checkpoint: Checkpoint, pooling: str | None, normalize: bool | None) -> Recipe:
-    """Read the recipe from modules.json and the modules' own files.
-
-    `pooling` and `normalize` override these files. Raises ModelLoadFailed.
-    """
+    """Read the recipe; `pooling` and `normalize` override the files. Raises ModelLoadFailed."""
     if pooling is not None and pooling not in get_args(Mode):
         raise checkpoint.failed(f"`pooling:` in models.yaml is `{pooling}`, not mean, cls or last")
     modules = _modules(checkpoint)
@@ -82,7 +79,6 @@ def weight_folders(
 
 
 def _modules(checkpoint: Checkpoint) -> list[tuple[str, str]]:
-    """Return each module's class name and path."""
     modules = checkpoint.read_modules() or []
     names = [name for name, _ in modules]
     unknown = [n for n in names if n not in ("Transformer", "Pooling", "Dense", "Normalize")]
@@ -161,7 +157,7 @@ def _read_projection(folder: Checkpoint) -> Projection:
 
 
 def _projections_inside(transformer: Checkpoint) -> list[Projection]:
-    """Open the linear layers that mlx-embeddings stores in the model's own weight file."""
+    """Open the linear layers in the model's own weight file, as mlx-embeddings writes it."""
     named = {n: a for n, a in transformer.weights().items() if n.startswith(INSIDE)}
     arrays = dequantize(transformer, named, transformer.config().get("quantization") or {})
     with transformer.blame():
@@ -179,7 +175,7 @@ def _projection(weights: Mapping[str, mx.array], module: str, activation: str) -
 def pool(hidden: mx.array, lengths: mx.array, mask: mx.array | None, mode: Mode) -> mx.array:
     """Pool each row of (rows, tokens, dimensions), padded on the right, to a float32 vector.
 
-    `lengths` are the numbers of real tokens. `mask` is true at real tokens; None if all are real.
+    `lengths` are the numbers of real tokens, where `mask` is true.
     """
     hidden = hidden.astype(mx.float32)
     if mode == "cls":
@@ -202,7 +198,7 @@ def unit(vectors: mx.array) -> mx.array:
 def shorten(
     vectors: npt.NDArray[np.float32], dimensions: int, *, normalize: bool = True
 ) -> npt.NDArray[np.float32]:
-    """Keep the first dimensions of Matryoshka vectors; normalize them again if `normalize`."""
+    """Keep the first dimensions of Matryoshka vectors, normalized again if `normalize`."""
     if not 1 <= dimensions <= vectors.shape[-1]:
         raise ValueError(f"dimensions must be from 1 to {vectors.shape[-1]}, not {dimensions}")
     shortened = vectors[..., :dimensions].copy()

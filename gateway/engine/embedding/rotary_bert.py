@@ -14,8 +14,8 @@ import mlx.core as mx
 from gateway.engine.embedding.bert import Bert, BertConfig, read_config
 from gateway.engine.models.checkpoint import Checkpoint
 
-# Patterns of weight names and their names in BERT (transformers' conversion_mapping.py). Several
-# names mean that the array is split.
+# Patterns of weight names and their names in BERT (transformers' conversion_mapping.py); several
+# names split an array.
 _NAMES: Final = (
     (r"^(nomic_bert|gte|new|roberta)\.", ""),
     (r"^emb_ln\.", "embeddings.LayerNorm."),

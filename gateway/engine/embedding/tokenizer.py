@@ -44,7 +44,7 @@ class TextTokenizer:
     def encode_start(
         self, texts: Sequence[str], limit: int, *, with_specials: bool = True
     ) -> list[list[int]]:
-        """Return ids as `encode` does; of a long text, only as many as `truncate` needs."""
+        """Return ids as `encode` does, but of a long text only as many as `truncate` needs."""
         # A cut may change its word and the spaces before that, so WORDS more words must follow the
         # last kept token.
         if self._cut_left or not self._splits_words:
@@ -70,7 +70,6 @@ class TextTokenizer:
         return [rows[i] for i in range(len(texts))]
 
     def truncate(self, ids: Sequence[int], limit: int) -> list[int]:
-        """Cut ids to `limit` tokens, keeping the special tokens at both ends."""
         if len(ids) <= limit:
             return list(ids)
         end = len(ids) - self._after
@@ -91,7 +90,7 @@ class PairTemplate:
     before: tuple[int, ...]
     between: tuple[int, ...]
     after: tuple[int, ...]
-    # Token type 1 begins this many tokens before the second text; None without type 1.
+    # Token type 1 begins this many tokens before the second text, or never.
     lead: int | None
 
     @property
@@ -99,16 +98,13 @@ class PairTemplate:
         return len(self.before) + len(self.between) + len(self.after)
 
     def join(self, first: Sequence[int], second: Sequence[int]) -> tuple[list[int], int]:
-        """Join the ids of two texts. Return the row and the index where the second text begins."""
+        """Join the ids of two texts; return the row and the second text's index."""
         start = [*self.before, *first, *self.between]
         return [*start, *second, *self.after], len(start)
 
 
 def load_text_tokenizer(checkpoint: Checkpoint, *, lower_case: bool) -> TextTokenizer:
-    """Load tokenizer.json. Raises ModelLoadFailed.
-
-    `lower_case` is do_lower_case in sentence_bert_config.json.
-    """
+    """Load tokenizer.json. Raises ModelLoadFailed."""
     path = checkpoint.folder / "tokenizer.json"
     if not path.is_file():
         raise checkpoint.failed("its folder has no tokenizer.json")

@@ -1,7 +1,4 @@
-"""A model's chat template: a Jinja program from its checkpoint.
-
-The program may take any time and memory, so a sandbox process renders it, with limits.
-"""
+"""A model's chat template, a Jinja program of unknown cost that runs in the sandbox."""
 
 import hashlib
 import json
@@ -26,7 +23,7 @@ class TemplateRefusal(BadRequest):
 
 
 class ChatTemplate:
-    """A model's chat template. Safe on any thread."""
+    """A model's chat template, safe on any thread."""
 
     def __init__(self, wrapper: TokenizerWrapper, sandbox: Sandbox | None) -> None:
         self._wrapper: Any = wrapper

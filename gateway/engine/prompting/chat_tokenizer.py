@@ -38,8 +38,7 @@ from gateway.jobs.chat import GenerateJob
 from gateway.jobs.images import ImageSpan
 from gateway.registry import ChatSpec
 
-# Parameters of transformers' functions, which requests may not set in `template_args`. For example,
-# a `chat_template` would be run as a program.
+# Parameters of transformers' functions, which requests may not set in `template_args`.
 RESERVED = frozenset(
     name
     for function in (PreTrainedTokenizerBase.apply_chat_template, render_jinja_template)
@@ -65,7 +64,7 @@ class Prompt:
 
 
 class ChatTokenizer:
-    """A chat model's tokenizer, template and formats. Safe on any thread."""
+    """A chat model's tokenizer, template and formats, safe on any thread."""
 
     def __init__(
         self,
@@ -81,7 +80,7 @@ class ChatTokenizer:
         self.template = template
         self._template_args = dict(template_args)
         self.backend: Tokenizer = wrapper.backend_tokenizer
-        # Set only once: a change while other threads encode raises "Already borrowed".
+        # Set only once: a change while a thread encodes raises "Already borrowed".
         self.backend.no_truncation()
         self.backend.no_padding()
         self.vocabulary = Vocabulary(self.backend)
@@ -105,7 +104,7 @@ class ChatTokenizer:
         return self._wrapper._tokenizer
 
     def prompt(self, job: GenerateJob, images: ImageFormat | None = None) -> Prompt:
-        """Return a job's prompt. Raises BadRequest, also for an image that cannot be read."""
+        """Return a job's prompt. Raises BadRequest."""
         if isinstance(job.prompt, str):
             # Only batch calls release the GIL: a megabyte of text blocked the event loop for three
             # seconds.
@@ -143,9 +142,8 @@ class ChatTokenizer:
         return opened > closed
 
     def _continue(self, job: GenerateJob, images: ImageFormat | None) -> Prompt:
-        """Return a prompt that ends right after the last message's text.
-
-        Control tokens in that text become plain text, so the text neither opens nor ends thinking.
+        """Return a prompt that ends after the last message's text, whose control tokens become
+        plain text.
         """
         *earlier, last = job.messages
         # Templates close messages in various ways, so the rendered text is cut at a placeholder.
@@ -164,7 +162,7 @@ class ChatTokenizer:
     def render_questions(self, job: GenerateJob) -> tuple[list[Piece], str]:
         """Return the rendered text before and after the last message's text.
 
-        The text after it also closes an open thought and opens the answer.
+        The text after it closes an open thought and opens the answer.
         """
         # With a placeholder, the template runs only once for all questions.
         *earlier, last = job.messages
@@ -187,7 +185,7 @@ class ChatTokenizer:
     def tokenize(self, job: GenerateJob, *, special: bool, asking: bool) -> list[int]:
         """Return the ids of a job's text or conversation.
 
-        `special` adds special tokens to a text; `asking` adds the answer's opening to a
+        `special` adds special tokens to a text, and `asking` adds the answer's opening to a
         conversation.
         """
         if isinstance(job.prompt, str):
@@ -240,10 +238,7 @@ class ChatTokenizer:
         return text, opening
 
     def apply(self, job: GenerateJob, *, is_asking: bool) -> str:
-        """Render a conversation, with the answer's opening if `is_asking`.
-
-        Raises the errors of ChatTemplate.render, and BadRequest for RESERVED arguments.
-        """
+        """Render a conversation, with the answer's opening if `is_asking`. Raises BadRequest."""
         try:
             return self._apply(job, is_asking=is_asking)
         except TemplateRefusal:
@@ -275,10 +270,7 @@ class ChatTokenizer:
         return self._form.put(turn, thought) if thought else turn
 
     def try_out(self, render: Callable[[], T]) -> T:
-        """Call `render`, and once more if the sandbox was busy or unavailable.
-
-        Raises its errors, and BadRequest if all trials together take too long.
-        """
+        """Call `render`, and once more if the sandbox was busy or unavailable. Raises BadRequest."""
         if time.monotonic() > self._tried_until:
             raise BadRequest(f"Trials of the chat template took over {TRIALS_S:g} seconds.")
         try:
@@ -296,12 +288,12 @@ class ChatTokenizer:
         """Return arguments with the choice to think under all names that templates read.
 
         Most read `enable_thinking`, Granite and DeepSeek `thinking`, Cohere `reasoning`, and
-        MiniMax M3 `thinking_mode`. gpt-oss cannot turn thinking off.
+        MiniMax M3 `thinking_mode`.
         """
         if self.template.is_program:  # mlx-lm's functions may refuse unknown arguments
             return arguments
         asked = arguments.get("enable_thinking")
-        if self.answers.is_harmony:
+        if self.answers.is_harmony:  # gpt-oss cannot turn thinking off
             nearest = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
             effort = arguments.get("reasoning_effort")
             if asked is False:
@@ -331,7 +323,7 @@ class ChatFormats:
     tool_parser: str | None = None  # a format's name; None to infer it
     reasoning_parser: str | None = None  # a format's name; None to infer it
     split_special_tokens: bool = False  # encode callers' control tokens as plain text
-    template_sandbox: Sandbox | None = None  # renders the template
+    template_sandbox: Sandbox | None = None
 
     @classmethod
     def of(cls, spec: ChatSpec, template_sandbox: Sandbox) -> "ChatFormats":

@@ -1,7 +1,6 @@
 """The form in which a chat template expects thoughts, found by rendering made-up turns.
 
-Templates render thoughts only in some turns: after a tool's result, with a call, or in the last
-answer.
+Templates render thoughts only after a tool's result, with a call, or in the last answer.
 """
 
 import math
@@ -105,7 +104,7 @@ class Form:
 
 
 def find_form(template: ChatTemplate, render: Callable[[Sequence[Turn]], str | None]) -> Form:
-    """Return the form that a template expects; the default if it renders no thoughts.
+    """Return the form that a template expects, or the default if it renders no thoughts.
 
     `render` returns a conversation's text, or None if the template refuses it.
     """

@@ -1,4 +1,4 @@
-"""The model families whose images are read, recognized by small files; without mlx."""
+"""The model families whose images are read, recognized without mlx."""
 
 import json
 import re
@@ -14,9 +14,9 @@ _HEADER_BYTES: Final = 100_000_000
 
 
 def reads_images(folder: Path) -> bool:
-    """Return True if a folder has a supported tower and an image processor's settings.
+    """Return True if a folder has a supported tower and the settings of an image processor.
 
-    Raises OSError and ValueError for files that cannot be read.
+    Raises OSError and ValueError.
     """
     config = _object((folder / "config.json").read_bytes())
     if config.get("model_type") not in FAMILIES or "vision_config" not in config:

@@ -1,4 +1,4 @@
-"""The features of images: of a sequence being read, and of recently encoded images."""
+"""The features of a sequence's images, and a cache of recent features."""
 
 import threading
 from collections import OrderedDict
@@ -37,7 +37,7 @@ class SeenSequence(Protocol):
 
 
 class Recent(Generic[K, V]):
-    """A cache that drops the least recently used values. Safe on any thread."""
+    """A cache that drops the least recently used values, safe on any thread."""
 
     def __init__(self, most_bytes: int, measure: Callable[[V], int]) -> None:
         self.most_bytes = most_bytes
@@ -54,7 +54,6 @@ class Recent(Generic[K, V]):
             return value
 
     def keep(self, key: K, value: V) -> None:
-        """Keep a value, unless it exceeds the limit by itself."""
         with self._lock:
             if key in self._values or self._measure(value) > self.most_bytes:
                 return

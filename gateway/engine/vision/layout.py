@@ -1,7 +1,4 @@
-"""The positions of a prompt's tokens for M-RoPE.
-
-Source: Qwen2-VL, https://arxiv.org/abs/2409.12191, section 2.1.
-"""
+"""The positions of tokens for M-RoPE (Qwen2-VL, https://arxiv.org/abs/2409.12191, 2.1)."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -21,7 +18,6 @@ class Layout:
     shift: int = 0  # position minus index of the tokens after the prompt
 
     def at(self, index: int) -> int:
-        """Return position minus index of a text token."""
         if index >= len(self.points):
             return self.shift
         return int(self.points[index, 0]) - index
@@ -34,7 +30,7 @@ class Layout:
 
 
 def lay_out(tokens: int, images: Iterable[tuple[int, tuple[int, int]]]) -> Layout:
-    """Return a prompt's layout. `images` are pairs of a first token's index and (rows, columns).
+    """Return a prompt's layout, for pairs of an image's first token and (rows, columns).
 
     Text after an image continues at the image's position plus its longer side.
     """

@@ -56,7 +56,7 @@ class QwenPatches:
         return smart_resize(width, height, block, min(self.least_pixels, most), most)
 
     def grid(self, width: int, height: int) -> tuple[int, int]:
-        """Return the rows and columns of patches of a size from `size`."""
+        """Return the rows and columns of patches."""
         return height // self.patch, width // self.patch
 
     def tokens(self, width: int, height: int) -> int:
@@ -64,10 +64,7 @@ class QwenPatches:
         return rows * columns // self.merge**2
 
     def to_patches(self, rgb: NDArray[np.uint8]) -> NDArray[np.float32]:
-        """Return patches, (patches, channels * frames * lines), of pixels (height, width, 3).
-
-        A token's patches follow one another.
-        """
+        """Return patches, ordered by token, of pixels (height, width, 3)."""
         rows, columns = self.grid(rgb.shape[1], rgb.shape[0])
         patch, merge = self.patch, self.merge
         split = rgb.reshape(rows // merge, merge, patch, columns // merge, merge, patch, 3)
@@ -133,7 +130,6 @@ def _count(given: dict[str, Any], key: str, most: int, least: int = 1) -> int:
 
 
 def _triple(given: dict[str, Any], key: str) -> Triple:
-    """Return a value for each channel; a single number stands for all three."""
     value = given[key]
     listed = [float(each) for each in (value if isinstance(value, list | tuple) else [value] * 3)]
     is_divisor = key != "image_mean"

@@ -1,4 +1,4 @@
-"""An image file's size and pixels. Pillow runs only in the sandbox, never in this process."""
+"""An image file's size and pixels, read by Pillow in the sandbox."""
 
 import hashlib
 import secrets
@@ -19,10 +19,8 @@ INVALID: Final = "the process that read it gave an invalid answer"
 def measure(sandbox: Sandbox, data: bytes, place: str, salt: str = "") -> tuple[int, int]:
     """Return an image's width and height after the rotation that its EXIF states.
 
-    Only the header is read. `place` names the image in errors. A caller with another `salt` cannot
-    learn that the file was read before. Raises BadRequest for a file that is not decoded,
-    Overloaded if the sandbox is busy, and Unavailable if the system ended its process or gave it no
-    processor.
+    Only the header is read. A caller with another `salt` cannot learn that the file was read
+    before. Raises BadRequest for a file that is not decoded, Overloaded, and Unavailable.
     """
     value = _read(sandbox, {"kind": "measure"}, data, place, salt)
     # The answer isn't trusted: an attacker may control the process.
@@ -37,13 +35,13 @@ def decode(
     data: bytes,
     width: int,
     height: int,
-    resample: str,
+    resample: str,  # a filter of Pillow's in lower case
     place: str,
     salt: str = "",
 ) -> NDArray[np.uint8]:
-    """Return an image's pixels at a size, (height, width, 3), over white, read-only.
+    """Return an image's pixels at a size, (height, width, 3), over white and read-only.
 
-    `resample` is a filter of Pillow's in lower case. Raises the errors of `measure`.
+    Raises the errors of `measure`.
     """
     nbytes = width * height * 3
     size = {"width": width, "height": height, "resample": resample}

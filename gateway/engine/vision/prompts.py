@@ -58,11 +58,11 @@ class ImageFormat:
     start: int  # the token before an image; `end` is the token after it
     end: int
     sandbox: Sandbox
-    max_context: int  # tokens
+    max_context: int
     secret: bytes = _SECRET
 
     def read(self, images: Sequence[ImageInput], salt: str = "") -> list[Decoded]:
-        """Return images' pixels at the model's sizes. Callers with another `salt` share no cache.
+        """Return images' pixels at the model's sizes, cached for callers with the same `salt`.
 
         Raises ContextLengthExceeded before any image is decoded, and the errors of `decode`.
         """
@@ -94,9 +94,9 @@ class ImageFormat:
         return decoded
 
     def ids(self, image: Decoded) -> list[int]:
-        """Return an image's ids: a mark, the same id for each of its tokens, and a mark.
+        """Return an image's ids, which are a repeated id between two marks.
 
-        That id depends on the content and on a secret, so nobody can make two images with the same
+        The id depends on the content and on a secret, so nobody can make two images with the same
         id.
         """
         rows, columns = image.grid
@@ -113,10 +113,9 @@ def read_image_format(
     note: Callable[[str], None],
     secret: bytes | None = None,
 ) -> ImageFormat | None:
-    """Return a folder's image format; None if the model reads only text.
+    """Return a folder's image format, or None if the model reads only text.
 
-    `note` is called with the reason why a tower is not used. `secret` replaces the process's
-    secret.
+    `note` is called with the reason why a tower is not used.
     """
     if not tower_tensors(checkpoint):
         return None
@@ -143,8 +142,7 @@ def place_images(
 ) -> tuple[list[int], list[ImageSpan]]:
     """Return a prompt's ids and spans, for rendered text with the images' placeholder words.
 
-    Raises BadRequest if the text doesn't have each image once, and the errors of
-    `ImageFormat.read`.
+    Raises BadRequest if a word doesn't occur exactly once, and the errors of `ImageFormat.read`.
     """
     found = sorted((text.find(image.word), number) for number, image in enumerate(images))
     for place, number in found:

@@ -1,6 +1,6 @@
 """The vision tower of Qwen3-VL and Qwen3.5 to 3.8: patches → the features of tokens.
 
-Source: transformers' `Qwen3VLVisionModel`. Modules have the names of its weights.
+Source: transformers' `Qwen3VLVisionModel`, with the same names.
 """
 
 import time
@@ -23,10 +23,10 @@ Grid = tuple[int, int]  # rows and columns of patches
 Angles = tuple[mx.array, mx.array]  # cosines and sines, (patches, half a head)
 Work = Generator[None, None, mx.array]
 
-# A layer's work is divided into parts, so that other work gets the lane in between.
+# A layer's work is divided, so that other work gets the lane in between.
 PART_S: Final = 0.05  # seconds
 MOST_PATCHES: Final = 512  # the most patches of a part
-# Attention scores of a part. Without a fused kernel, as on a CPU, they need memory and time.
+# Attention scores of a part. Without a fused kernel, they need memory and time.
 LEAST_SCORES: Final = 1 << 14
 MOST_SCORES: Final = 1 << 25
 
@@ -89,7 +89,6 @@ class _Pace:
         self._size = first
 
     def choose(self, cost: int, multiple: int) -> int:
-        """Return the number of patches in the next part; `cost` is a patch's cost."""
         return min(MOST_PATCHES, max(1, self._size // cost // multiple) * multiple)
 
     def note(self, seconds: float) -> None:
@@ -108,7 +107,7 @@ class _Attention(Module):
         self.proj = Linear(size, size)
 
     def project(self, x: mx.array, angles: Angles) -> mx.array:
-        """Return rotated queries, rotated keys, and values: (3, heads, patches, size)."""
+        """Return queries and keys, rotated, and values, (3, heads, patches, size)."""
         projected = self.qkv(x).reshape(len(x), 3, self._heads, -1).transpose(1, 2, 0, 3)
         first, second = mx.split(projected[:2].astype(mx.float32), 2, axis=-1)
         cosines, sines = angles
@@ -150,7 +149,6 @@ class _Block(Module):
         return self.attn.project(self.norm1(x), angles)
 
     def attend(self, x: mx.array, queries: mx.array, keys: mx.array, values: mx.array) -> mx.array:
-        """Return the layer's output, (patches, hidden), for a part of the patches."""
         x = x + self.attn.attend(queries, keys, values)
         return x + self.mlp(self.norm2(x))
 
@@ -189,9 +187,10 @@ class QwenTower(Module):
         self._heavy = _Pace(LEAST_SCORES, 1 << 18, MOST_SCORES)  # in scores
 
     def encode(self, patches: mx.array, grid: Grid) -> Work:
-        """Return an image's features, (tokens, 1 + DeepStack layers, decoder's hidden size).
+        """Return an image's features, (tokens, 1 + DeepStack layers, decoder's hidden size), in
+        steps.
 
-        Yield after each part of the work. `patches`, (patches, values), are ordered by token.
+        `patches`, (patches, values), are ordered by token.
         """
         rows, columns = _places(grid, self.numbers.spatial_merge_size)
         angles = self._angles(rows, columns)
@@ -260,7 +259,7 @@ class QwenTower(Module):
         return self.blocks[0].norm1.weight.dtype
 
     def _positions(self, rows: Any, columns: Any, grid: Grid) -> mx.array:
-        """Interpolate learned positions linearly, (patches, hidden)."""
+        """Return interpolated learned positions, (patches, hidden)."""
         side = round(self.numbers.num_position_embeddings**0.5)
         below, across = _neighbours(rows, grid[0], side), _neighbours(columns, grid[1], side)
         total: mx.array | None = None
@@ -282,7 +281,6 @@ class QwenTower(Module):
 
 
 def _places(grid: Grid, merge: int) -> tuple[Any, Any]:
-    """Return each patch's row and column, ordered by token."""
     rows, columns = grid
     shape = rows // merge, merge, columns // merge, merge
     row, column = (each.reshape(shape).transpose(0, 2, 1, 3) for each in np.mgrid[:rows, :columns])

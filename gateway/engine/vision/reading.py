@@ -1,4 +1,4 @@
-"""A decoder of mlx-lm's that reads images: features replace the embeddings of tokens."""
+"""A decoder of mlx-lm's in which features can replace the embeddings of tokens."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -33,7 +33,7 @@ class Row:
 
 
 class SeeingDecoder:
-    """A model that reads images. Its rope is replaced; its weights are shared."""
+    """A model that reads images, with its rope replaced and its weights shared."""
 
     def __init__(self, model: Any, config: dict[str, Any]) -> None:
         """Raises ValueError for an unsupported kind of rope."""
@@ -102,8 +102,7 @@ class SeeingDecoder:
 @contextmanager
 def _adding(layers: Sequence[Any], added: Sequence[mx.array]) -> Iterator[None]:
     """Inside the context, add an array to the output of each layer, for DeepStack."""
-    # Python looks `__call__` up on the class. Only the lane's thread runs models, so the class may
-    # be changed.
+    # Python looks `__call__` up on the class, and only the lane's thread runs models.
     sums = {id(layer): each for layer, each in zip(layers, added, strict=True)}
     calls: dict[type, Callable[..., Any]] = {type(each): type(each).__call__ for each in layers}
 

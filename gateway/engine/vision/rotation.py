@@ -22,7 +22,7 @@ class Positions:
 
     @property
     def points(self) -> mx.array | None:
-        """Return each token's position, (rows, tokens, 3); None in a pass without images."""
+        """Return each token's position, (rows, tokens, 3), or None without images."""
         return self._points
 
     def place(self, points: mx.array | None = None, shifts: mx.array | None = None) -> None:
@@ -41,7 +41,7 @@ class Rotation(Module):
     """A replacement for a decoder's rope that reads `Positions`."""
 
     def __init__(self, rope: Any, sections: Sequence[int], positions: Positions) -> None:
-        """`sections` are the interleaved numbers of pairs for time, row and column.
+        """`sections` are the numbers of pairs for time, row and column.
 
         Raises ValueError for an unsupported kind of rope.
         """

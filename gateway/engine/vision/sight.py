@@ -1,4 +1,4 @@
-"""The images of a model's sequences: encoded once, and read in place of their tokens."""
+"""The images of a model's sequences, encoded once and read in place of their tokens."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,7 +23,7 @@ _TEXT: Final = Row()
 
 
 class Sight:
-    """A model's tower, and the decoder that reads its features. Use it on the lane."""
+    """A model's tower and the decoder that reads its features, used on the lane."""
 
     def __init__(
         self,
@@ -49,11 +49,9 @@ class Sight:
 
     @property
     def nbytes(self) -> int:
-        """Count the bytes of the tower and of cached features."""
         return sum(array.nbytes for array in parameters(self._tower)) + self._kept.nbytes
 
     def begin(self, params: SequenceParams) -> Images | None:
-        """Return the images of a sequence that joins; None if it has none."""
         if not params.images:
             return None
         merge = self._preprocessing.merge
@@ -63,10 +61,7 @@ class Sight:
         return Images(params.images, layout, params.cache_salt)
 
     def encode(self, rows: Sequence[tuple[Images | None, int]]) -> Iterator[None]:
-        """Encode the images that aren't among each sequence's tokens in the KV cache, in steps.
-
-        Raises ValueError for features that are not finite.
-        """
+        """Encode the images that are not in the KV cache yet, in steps. Raises ValueError."""
         for images, known in rows:
             for span in images.spans if images is not None else ():
                 assert images is not None
@@ -121,7 +116,6 @@ class Sight:
             yield
 
     def clear(self, seqs: Sequence[SeenSequence] = ()) -> None:
-        """Drop cached features, and those of `seqs`."""
         self._kept.clear()
         for seq in seqs:
             if seq.images is not None:
@@ -144,7 +138,7 @@ class PromptReader:
         self._starts: list[int] = []
 
     def begin(self, starts: Sequence[int]) -> None:
-        """Set the numbers of tokens in the KV cache before the next pass."""
+        """Set each row's number of tokens in the KV cache."""
         self._starts = [*starts]
 
     def __call__(self, tokens: mx.array, **options: Any) -> mx.array:
