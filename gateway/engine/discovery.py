@@ -131,7 +131,7 @@ def _of_classifier(config: Mapping[str, Any], kind: str) -> Kind:
 
 def _of_decoder(folder: Path, model: str, kind: str, config: Mapping[str, Any]) -> Kind:
     with keep_file_limits():
-        from gateway.engine.models.decoders import is_known  # mlx-lm takes a second
+        from gateway.engine.models.decoders import is_known  # mlx-lm takes a second to import
 
     if "model_file" in config:
         raise _Unclear("it needs code of its own, which is never run")

@@ -54,7 +54,8 @@ TRIAL_FORCED: Final = 64
 MOST_REASON: Final = 2000  # characters
 # A larger process is replaced, since malloc returns little memory to the system.
 SPENT_BYTES: Final = 512 << 20
-# Keywords of JSON Schema that may accept a value because a subschema refuses it.
+# Keywords of JSON Schema that may accept a value because a subschema refuses it or leaves parts of
+# it unevaluated.
 TURNING: Final = ("not", "oneOf", "if", "maxContains", "unevaluatedItems", "unevaluatedProperties")
 END: Final = "<|end of the trial|>"
 MOST_PIXELS: Final = 64_000_000  # as in Anthropic's API

@@ -126,7 +126,7 @@ class CrossEncoderEngine(EncoderEngine):
         max_document_tokens: int | None = None,
         instruction: str | None = None,
     ) -> list[Pair]:
-        """Join a query with each document, cut to `max_document_tokens` and to fit `max_tokens`.
+        """Join a query with each document, after cutting documents that are too long.
 
         Raises ContextLengthExceeded if the query leaves no room for a document.
         """

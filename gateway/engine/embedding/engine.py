@@ -275,7 +275,7 @@ def open_encoder(
 def _find_decoder(checkpoint: Checkpoint, kind: str) -> "type[Decoder]":
     with keep_file_limits():
         from gateway.engine.embedding.decoder import SAME_AS, Decoder
-        from gateway.engine.models.decoders import is_known  # mlx-lm takes a second
+        from gateway.engine.models.decoders import is_known  # mlx-lm takes a second to import
 
     if not is_known(SAME_AS.get(kind, kind)):
         raise checkpoint.failed(

@@ -100,8 +100,7 @@ class LabelScorer:
         max_document_tokens: int | None = None,
         instruction: str | None = None,
     ) -> list[Pair]:
-        """Return the prompts of a query and documents, cut to `max_document_tokens` and
-        `max_tokens`.
+        """Return the prompts of a query and documents, after cutting documents that are too long.
 
         Control tokens in callers' texts are encoded as plain text. Raises ContextLengthExceeded if
         the query leaves no room for a document.

@@ -45,8 +45,8 @@ class TextTokenizer:
         self, texts: Sequence[str], limit: int, *, with_specials: bool = True
     ) -> list[list[int]]:
         """Return ids as `encode` does, but of a long text only as many as `truncate` needs."""
-        # A cut may change its word and the spaces before that, so WORDS more words must follow the
-        # last kept token.
+        # A cut may change the word that it divides and the spaces before that word, so more than
+        # WORDS words must follow the last kept token.
         if self._cut_left or not self._splits_words:
             return self.encode(texts, with_specials=with_specials)
         after, eos = (self._after, self._eos) if with_specials else (0, ())
@@ -90,7 +90,7 @@ class PairTemplate:
     before: tuple[int, ...]
     between: tuple[int, ...]
     after: tuple[int, ...]
-    # Token type 1 begins this many tokens before the second text, or never.
+    # Token type 1 begins this many tokens before the second text; None without type 1.
     lead: int | None
 
     @property

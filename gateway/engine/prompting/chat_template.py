@@ -12,9 +12,9 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from gateway.engine.sandbox_worker import Sandbox
 from gateway.errors import BadRequest, ModelLoadFailed, Overloaded, Unavailable
 
-MOST_CHARS: Final = 1_000_000  # plus two per input character
-MOST_BYTES: Final = 1 << 29  # plus eight per input character
-BUSY_S: Final = 2.0  # when to retry if the sandbox is busy
+MOST_CHARS: Final = 1_000_000  # rendered characters, plus two per input character
+MOST_BYTES: Final = 1 << 29  # bytes of memory, plus eight per input character
+BUSY_S: Final = 2.0  # seconds until a retry, if the sandbox is busy
 HELLO: Final = ({"role": "user", "content": "Hello!"},)
 
 

@@ -48,8 +48,8 @@ RESERVED = frozenset(
 
 T = TypeVar("T")
 TRIALS_S: Final = 30.0  # seconds in which trials, renderings of made-up turns, may begin
-MOST_ADDED: Final = 1 << 17  # transformers needs 0.1 ms for each
-MOST_TOKENS: Final = 1 << 20  # the largest known, XLM-V's, has 901,629
+MOST_ADDED: Final = 1 << 17  # added tokens, for each of which transformers needs 0.1 ms
+MOST_TOKENS: Final = 1 << 20  # token ids; the largest known vocabulary, XLM-V's, has 901,629
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +270,7 @@ class ChatTokenizer:
         return self._form.put(turn, thought) if thought else turn
 
     def try_out(self, render: Callable[[], T]) -> T:
-        """Call `render`, and once more if the sandbox was busy or unavailable. Raises BadRequest."""
+        """Call `render`, and once more if the sandbox was unavailable. Raises BadRequest."""
         if time.monotonic() > self._tried_until:
             raise BadRequest(f"Trials of the chat template took over {TRIALS_S:g} seconds.")
         try:
