@@ -183,7 +183,10 @@ def device_facts(device: Device) -> dict[str, str | int]:
 
 
 def leave() -> None:
-    """Release this thread's streams. Without this last call, half of all processes abort at exit."""
+    """Release this thread's streams, as the thread's last call.
+
+    Otherwise about half of all processes abort at exit.
+    """
     mx.clear_streams()
 
 
