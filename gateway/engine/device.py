@@ -1,6 +1,6 @@
-"""The choice of the device, its dtype and memory limits, and functions that depend on the device.
+"""The device, its dtype, memory and limits.
 
-gateway/engine/__init__.py has loaded OpenBLAS before this module imports mlx.
+gateway.engine has loaded OpenBLAS before this module imports mlx.
 """
 
 import ctypes
@@ -32,9 +32,7 @@ class Device(StrEnum):
 
 
 def choose_device(requested: str) -> Device:
-    """Return the device for `auto`, `cpu` or `gpu`. Raises ValueError if it isn't available."""
-    # https://ml-explore.github.io/mlx/build/html/python/metal.html: a build without Metal or CUDA
-    # has the modules mx.metal and mx.cuda too, but their is_available() returns False.
+    """Return the device for `auto`, `cpu` or `gpu`, or raise ValueError if it isn't available."""
     metal, cuda = mx.metal.is_available(), mx.cuda.is_available()
     if requested == "cpu":
         return Device.CPU
@@ -53,14 +51,12 @@ _DTYPES: Final = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.b
 
 
 def pick_dtype(device: Device, requested: str | None, checkpoint: mx.Dtype) -> mx.Dtype:
-    """Return the dtype to compute with: the requested one, or else the checkpoint's on a GPU and
-    float32 on a CPU, where half precision is 10 to 50 times slower.
-    """
+    """Return `requested`, or by default the checkpoint's dtype on a GPU and float32 on a CPU."""
     if requested is not None:
         if requested not in _DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}, not `{requested}`")
         return _DTYPES[requested]
-    if device is Device.CPU:
+    if device is Device.CPU:  # half precision is 10 to 50 times slower there
         return mx.float32
     return checkpoint
 
@@ -68,8 +64,9 @@ def pick_dtype(device: Device, requested: str | None, checkpoint: mx.Dtype) -> m
 def configure(
     device: Device, cache_limit_bytes: int | None = None, wired_limit_bytes: int | None = None
 ) -> None:
-    """Set the default device and the memory limits. Call it once, on the thread that will use mlx,
-    since mlx has a default device and streams per thread.
+    """Set the default device and the memory limits.
+
+    Call it once, on the thread that will use mlx: each thread has a default device.
     """
     mx.set_default_device(mx.Device(mx.cpu if device is Device.CPU else mx.gpu, 0))
     info = device_info(device)
@@ -82,7 +79,7 @@ def configure(
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """mlx's memory limits, in bytes; None means mlx's default."""
+    """mlx's memory limits in bytes, None for mlx's defaults."""
 
     cache: int | None
     wired: int | None
@@ -91,42 +88,34 @@ class Limits:
 def memory_limits(
     device: Device, info: Mapping[str, object], cache: int | None, wired: int | None
 ) -> Limits:
-    """Return the limits to set in mlx. `cache` and `wired` are the settings, in bytes or None;
-    `info` is mlx's device_info of a GPU, empty for a CPU.
-    """
+    """Return mlx's limits for the settings `cache` and `wired`, in bytes."""
     recommended = info.get("max_recommended_working_set_size")
     if device is not Device.METAL or not isinstance(recommended, int):
         return Limits(cache, None)
-    # https://ml-explore.github.io/mlx/build/html/python/_autosummary/mlx.core.set_wired_limit.html
-    # By default no memory is wired. With wired memory, concurrent streams and a prompt cache that
-    # changes all the time, as here, macOS's kernel panicked within two minutes; without wired
-    # memory, the same load ran for four hours (https://github.com/ml-explore/mlx/issues/3186,
-    # mlx-lm #1666). mlx raises an error if more is wired than recommended.
+    # Wired memory made macOS's kernel panic within two minutes, so none is wired by default
+    # (https://github.com/ml-explore/mlx/issues/3186, mlx-lm #1666). mlx raises an error if more is
+    # wired than recommended.
     if wired is not None:
         wired = min(wired, recommended)
-    # If more bytes are cached than this limit, or all memory is used, MLX itself returns buffers to
-    # the system while others are in flight, which also caused panics (mlx #3346). So the limit is
-    # all memory beyond the models' default budget, and `give_back` empties the cache long before.
+    # Beyond this limit, MLX frees buffers while others are in flight, which also caused panics (mlx
+    # #3346). The default is all memory beyond the models' default budget.
     if cache is None:
         cache = recommended // 4
     return Limits(cache, wired)
 
 
-# MLX's limit on the number of buffers if `iogpu.rsrc_limit` isn't set
-# (mlx/backend/metal/device_info.cpp). Live buffers and buffers cached for reuse both count; beyond
-# the limit MLX raises "Resource limit (499000) exceeded" (mlx #3849).
+# MLX's limit of live and cached buffers, unless `iogpu.rsrc_limit` is set
+# (mlx/backend/metal/device_info.cpp).
 METAL_BUFFERS: Final = 499_000
-# The prefix caches' share of the buffers; weights, rows and passes need the rest.
-KEPT_SHARE: Final = 0.5
-# Seconds. After a longer pass, the next one is evaluated in parts. macOS ends a command buffer
-# after about five seconds, or sooner to draw the screen (exo #1620, omlx #1387, mlx #3267); Apple
-# documents no number.
+KEPT_SHARE: Final = 0.5  # the prefix caches' share of the buffers
+# Seconds of a pass, after which the next is evaluated in parts: macOS ends a command buffer after
+# five seconds, or sooner to draw the screen (exo #1620, omlx #1387, mlx #3267).
 PASS_S: Final = 1.0
 
 
 @dataclass(slots=True)
 class KeptBuffers:
-    """The number of arrays in the prefix caches of all models together, and the most allowed."""
+    """The number of arrays in all models' prefix caches, and its limit."""
 
     limit: float = math.inf
     count: int = 0
@@ -134,16 +123,14 @@ class KeptBuffers:
 
 @dataclass(frozen=True, slots=True)
 class DeviceBounds:
-    """A device's limits; None means unlimited."""
+    """A device's limits, None if unlimited."""
 
-    buffer_bytes: int | None = None  # the largest possible buffer, in bytes
-    # Seconds. A pass that took longer is followed by one that is evaluated in parts.
-    pass_s: float | None = None
+    buffer_bytes: int | None = None  # size of the largest possible buffer
+    pass_s: float | None = None  # see PASS_S
     kept: KeptBuffers = field(default_factory=KeptBuffers)
 
 
 def read_bounds(device: Device, info: Mapping[str, object]) -> DeviceBounds:
-    """Return the limits of a device, given mlx's device_info. Only Metal has limits."""
     if device is not Device.METAL:
         return DeviceBounds()
     buffers, largest = info.get("resource_limit"), info.get("max_buffer_length")
@@ -155,7 +142,6 @@ def read_bounds(device: Device, info: Mapping[str, object]) -> DeviceBounds:
 
 
 def device_info(device: Device) -> Mapping[str, str | int]:
-    """Return mlx's information about a GPU; an empty mapping for a CPU."""
     if device is Device.CPU:
         return {}
     return mx.device_info()
@@ -165,8 +151,7 @@ def device_info(device: Device) -> Mapping[str, str | int]:
 def keep_file_limits() -> Iterator[None]:
     """Inside the context, let `resource.setrlimit` only raise limits, up to the hard limit.
 
-    mlx_lm/utils.py, when it is imported, sets the limit of open files to 2048, even if it was
-    higher, and raises ValueError if the hard limit is below 4096.
+    On import, mlx_lm/utils.py sets the limit of open files to 2048, or raises ValueError.
     """
     set_limit = resource.setrlimit
 
@@ -192,22 +177,20 @@ _KNOWN_BY: Final = (
 
 
 def device_facts(device: Device) -> dict[str, str | int]:
-    """Return mlx's information about a device, leaving out all that identifies this machine."""
+    """Return mlx's information about a device, without facts that identify this machine."""
     info = mx.device_info(mx.Device(mx.cpu if device is Device.CPU else mx.gpu, 0))
     return {name: info[name] for name in _KNOWN_BY if name in info}
 
 
 def leave() -> None:
-    """Release this thread's streams. Call it last on the thread: otherwise about half of all
-    processes abort at exit.
+    """Release this thread's streams, as the thread's last call.
+
+    Otherwise about half of all processes abort at exit.
     """
     mx.clear_streams()
 
 
 def cpu_threads() -> int:
-    """Return the number of threads that OpenBLAS uses; without OpenBLAS, the number of cores that
-    this process may use.
-    """
     if OPENBLAS is not None:
         return max(1, int(OPENBLAS.openblas_get_num_threads()))
     if sys.platform == "linux":
@@ -219,9 +202,7 @@ _own = threading.local()
 
 
 def cpu_streams(count: int) -> list[mx.Stream]:
-    """Return `count` CPU streams of this thread, creating missing ones. mlx runs each stream in a
-    separate thread.
-    """
+    """Return `count` CPU streams of this thread, each run by mlx on its own thread."""
     made: list[mx.Stream] = _own.__dict__.setdefault("streams", [])
     while len(made) < count:
         made.append(mx.new_stream(mx.Device(mx.cpu, 0)))
@@ -230,9 +211,7 @@ def cpu_streams(count: int) -> list[mx.Stream]:
 
 @contextmanager
 def single_threaded_blas() -> Iterator[None]:
-    """Make OpenBLAS use one thread per call inside the context. Use it where several streams call
-    OpenBLAS at the same time.
-    """
+    """Make OpenBLAS use one thread per call, while several streams call it."""
     if OPENBLAS is None:
         yield
         return
@@ -249,13 +228,8 @@ _MEMBERSHIP = Path("/proc/self/cgroup")
 
 
 def memory_bytes(device: Device) -> int:
-    """Return the bytes that models may use in total.
-
-    On Metal this is the recommended working set, on CUDA the device's memory, and on a CPU the
-    machine's memory or, if that is less, the limit of this process's control group.
-    """
+    """Return the bytes that models may use in total, within the control group's limit."""
     info = device_info(device)
-    # https://ml-explore.github.io/mlx/build/html/python/_autosummary/mlx.core.device_info.html
     for key in ("max_recommended_working_set_size", "total_memory", "memory_size"):
         if info.get(key):
             return int(info[key])
@@ -264,12 +238,12 @@ def memory_bytes(device: Device) -> int:
 
 
 def active_bytes() -> int:
-    """Return the bytes of live arrays. Safe on any thread."""
+    """Return the bytes of live arrays, on any thread."""
     return mx.get_active_memory()
 
 
 def cached_bytes() -> int:
-    """Return the bytes of freed buffers that mlx keeps for reuse. Safe on any thread."""
+    """Return the bytes of freed buffers that mlx keeps, on any thread."""
     return mx.get_cache_memory()
 
 
@@ -278,57 +252,52 @@ _MMAP_ABOVE, _TRIM_ABOVE = 32 << 20, 512 << 20
 
 
 def prepare_malloc() -> None:
-    """Tune glibc's malloc, from which mlx's buffers come on a CPU. Call it before threads start.
+    """Tune glibc's malloc, which allocates mlx's buffers on a CPU. Call it before threads start.
 
-    Freed buffers are kept for reuse. By default, each buffer of a few MB is mapped anew and its
-    pages are faulted in one by one, so that GELU over 6 MB took 18 ms instead of 4.
-
-    All threads share one arena, since memory that is freed in one arena cannot be used by another.
-    With one arena per thread, the mixed load of tests/provoked/test_soak.py took 358 MB instead of
-    312, and no more requests were answered.
+    By default, large buffers are mapped anew each time: GELU over 6 MB took 18 ms instead of 4. All
+    threads share one arena, since memory freed in one arena cannot be used by another.
     """
     mallopt = _of_glibc("mallopt")
     if mallopt is None:
         return
     mallopt(_M_MMAP_THRESHOLD, _MMAP_ABOVE)
     mallopt(_M_TRIM_THRESHOLD, _TRIM_ABOVE)
-    # https://www.gnu.org/software/libc/manual/html_node/Memory-Allocation-Tunables.html
     tunables = os.environ.get("GLIBC_TUNABLES", "")
     if not ("MALLOC_ARENA_MAX" in os.environ or "glibc.malloc.arena" in tunables):
         mallopt(_M_ARENA_MAX, 1)
 
 
 def launch(*arrays: object) -> None:
-    """Start to compute arrays, or trees of them, without waiting. Must run on the lane."""
+    """Start to compute arrays, or trees of them, on the lane."""
     mx.async_eval(*arrays)  # type: ignore[no-untyped-call]
 
 
 def is_late() -> bool:
-    """Return True if errors of this thread's device may be raised late: after `mx.eval` returned.
+    """Return True if `mx.eval` may return before an error is raised, as on GPUs.
 
-    This is true of GPUs. If a Metal command buffer fails before an evaluation's last one, the
-    arrays contain zeros, `mx.eval` returns, and the error is raised at the stream's next use (mlx
-    #3979, and pull requests 4134 and 4174).
+    After a failed Metal command buffer, arrays contain zeros until the stream's next use raises the
+    error (mlx #3979, and pull requests 4134 and 4174).
     """
     return mx.default_device() != mx.cpu
 
 
 def confirm() -> None:
-    """If errors may be raised late (`is_late`), wait for all launched work and raise its error. A
-    pass's results may be delivered or stored only after this call. Must run on the lane.
+    """Raise late errors of launched work, on the lane.
+
+    Deliver or store results only after this call.
     """
     if is_late():
         mx.synchronize()
 
 
 def evaluate(*arrays: object) -> None:
-    """Compute arrays, or trees of them, and wait. Raises device errors. Must run on the lane."""
+    """Compute arrays, or trees of them, on the lane, and raise device errors."""
     mx.eval(*arrays)
     confirm()
 
 
 class FreedBuffers(Protocol):
-    """MLX's functions for freed buffers: mlx.core itself, or a test's replacement."""
+    """MLX's functions for freed buffers, or a test's replacement."""
 
     def synchronize(self) -> None:
         """Wait until no work is in flight."""
@@ -338,23 +307,17 @@ class FreedBuffers(Protocol):
 
 
 def clear_cache(mlx: FreedBuffers = mx) -> None:
-    """Wait until no work is in flight, then return freed buffers to the system. Must run on the
-    lane.
+    """Wait for all work on the lane, then return freed buffers to the system.
 
-    No other code may return buffers: doing so while others are in flight can cause a kernel panic
-    on macOS (https://github.com/ml-explore/mlx/issues/3346 and 3186).
+    No other code may return buffers: with work in flight, macOS's kernel can panic
+    (https://github.com/ml-explore/mlx/issues/3346 and 3186).
     """
     mlx.synchronize()
     mlx.clear_cache()
 
 
 def give_back() -> None:
-    """Return freed memory to the system. Must run on the lane.
-
-    Keeping memory saves page faults, but a process that never returns memory stays as large as it
-    ever was. On a CPU, a call took 4 to 14 ms under a load of embeddings, and 58 ms after prompts
-    of 5,000 tokens, when the process shrank from 752 to 449 MB.
-    """
+    """Return freed memory to the system, on the lane."""
     clear_cache()
     trim = _of_glibc("malloc_trim")
     if trim is not None:
@@ -362,7 +325,7 @@ def give_back() -> None:
 
 
 def _of_glibc(name: str) -> Callable[..., int] | None:
-    """Return a function of glibc's malloc.h; None if the C library lacks it, as musl does."""
+    """Return a function of glibc's malloc.h, or None in other C libraries."""
     if sys.platform == "linux":
         return getattr(ctypes.CDLL(None), name, None)
     return None
@@ -371,20 +334,16 @@ def _of_glibc(name: str) -> Callable[..., int] | None:
 def cgroup_limits(groups: Path, membership: Path) -> list[int]:
     """Return the memory limits, in bytes, of a process's control group and its parents.
 
-    https://docs.kernel.org/admin-guide/cgroup-v2.html (memory.max) and
-    https://docs.kernel.org/admin-guide/cgroup-v1/memory.html (memory.limit_in_bytes).
+    https://docs.kernel.org/admin-guide/cgroup-v2.html and cgroup-v1/memory.html.
     """
     limits = [_number(file) for file in _limit_files(groups, membership)]
     return [limit for limit in limits if limit is not None]
 
 
 def _limit_files(groups: Path, membership: Path) -> Iterator[Path]:
-    """Yield all files that may contain a memory limit of this process: one for its control group
-    and one for each parent. Inside a container, the group's path is often /.
-    """
     try:
         lines = membership.read_text(encoding="utf-8").splitlines()
-    except OSError:  # not Linux
+    except OSError:
         return
     for line in lines:
         _, controllers, path = line.split(":", 2)
@@ -403,20 +362,16 @@ def _limit_files(groups: Path, membership: Path) -> Iterator[Path]:
 def _number(file: Path) -> int | None:
     try:
         return int(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # the file doesn't exist, or contains "max": no limit
+    except (OSError, ValueError):  # the file is missing or contains "max": no limit
         return None
 
 
 def multiply() -> None:
-    """Multiply two small matrices on this thread's default device."""
     evaluate(mx.ones((64, 64)) @ mx.ones((64, 64)))
 
 
 def gflops(size: int = 512, times: int = 9) -> float:
-    """Return the speed of multiplying square float32 matrices, in 10⁹ operations per second.
-
-    The fastest of several runs counts, since other work on the machine can only slow a run down.
-    """
+    """Return the highest speed of several float32 products, in 10⁹ operations per second."""
     matrix = mx.ones((size, size))
     mx.eval(matrix @ matrix)
     seconds = []

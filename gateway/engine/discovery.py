@@ -1,10 +1,6 @@
-"""Search for models on this machine: in Hugging Face's cache, LM Studio's folders, or any folder.
-Each model's kind (chat, embedding or rerank) is read from its files.
+"""Search for models on this machine, and recognition of each model's kind.
 
-Nothing is downloaded, and no server is asked. A model whose kind is unclear is refused, and the
-error suggests an entry for models.yaml that would state the kind. A model's name is only used as
-evidence against the kind chat: mlx-lm conversions of embedding models have the architecture, and
-even the chat template, of the chat model that they were trained from.
+A model whose kind is unclear is refused, with an entry for models.yaml that would state the kind.
 """
 
 import contextlib
@@ -29,7 +25,7 @@ from gateway.registry import is_gguf, parse_source
 
 Kind: TypeAlias = Literal["chat", "embedding", "rerank"]
 
-# The largest file that is read here, in bytes. tokenizer_config.json has up to two million.
+# In bytes; tokenizer_config.json has up to two million.
 MOST_BYTES: Final = 8_000_000
 _OF_SENTENCES: Final = (
     "modules.json",
@@ -37,21 +33,18 @@ _OF_SENTENCES: Final = (
     "1_Pooling/config.json",
 )
 _TEMPLATES: Final = ("chat_template.jinja", "chat_template.json")
-# The files that show a model's kind.
 TELLING: Final = (
     *("config.json", "adapter_config.json", "tokenizer_config.json"),
     *(*_OF_SENTENCES, *_TEMPLATES),
 )
 _NAMED: Final = re.compile(r"(rerank)|embed|retriev|\b(?:gte|bge|e5)\b")
-# Keys of models.yaml, suggested for models whose files don't state them.
+# Suggested keys of models.yaml.
 _EMBEDS: Final = "kind: embedding, pooling: {pooling}, normalize: true"
 _SCORES: Final = "kind: rerank, scoring: labels"
 
 
 class _Unclear(Exception):
-    """A model's kind is unclear; the message says why. `keys` are the keys that would state the
-    kind in models.yaml.
-    """
+    """A model's kind is unclear; `keys` would state the kind in models.yaml."""
 
     def __init__(self, why: str, keys: str = "kind: …") -> None:
         super().__init__(why)
@@ -59,11 +52,10 @@ class _Unclear(Exception):
 
 
 def read_kind(files: Path | None, model: str, source: str) -> Kind:
-    """Return the kind of a model, read from `files`: its folder, in which the weights may be
-    missing, or its GGUF file. `files` is None for a GGUF file that isn't downloaded yet.
+    """Return a model's kind, or raise ModelRefused.
 
-    `model` is the id, which contains the repository's name; `source` is written as in models.yaml.
-    Raises ModelRefused.
+    `files` is a folder, perhaps without weights, or a GGUF file. None stands for a GGUF file that
+    isn't downloaded.
     """
     try:
         if files is not None and not is_gguf(files.name):
@@ -76,12 +68,12 @@ def read_kind(files: Path | None, model: str, source: str) -> Kind:
         entry = f"{json.dumps(model)}: {{{error.keys}, source: {json.dumps(source)}}}"
         why = f"{error}. If you know what it is, say so in models.yaml: {entry}"
         raise ModelRefused(model, why) from None
-    except (OSError, ValueError) as error:  # an unreadable file, invalid JSON or invalid GGUF
+    except (OSError, ValueError) as error:
         raise ModelRefused(model, f"{str(error).rstrip('.')}.") from error
 
 
 def _require_plain_name(model: str) -> None:
-    """Raise _Unclear if the name is that of an embedding or rerank model."""
+    # Embedding models that mlx-lm converts look like the chat models they were trained from.
     found = _NAMED.search(model.lower())
     if found is None:
         return
@@ -92,7 +84,6 @@ def _require_plain_name(model: str) -> None:
 
 
 def _require_chat(file: Path) -> None:
-    """Raise ValueError for a GGUF file that isn't a chat model."""
     metadata = read_header(file).metadata
     architecture = metadata.get("general.architecture")
     if architecture not in ARCHITECTURES:
@@ -130,7 +121,7 @@ def _of_folder(folder: Path, model: str) -> Kind:
 
 def _of_classifier(config: Mapping[str, Any], kind: str) -> Kind:
     labels = config.get("id2label")
-    # transformers writes id2label unless there are two labels.
+    # transformers omits id2label for two labels.
     count = len(labels) if isinstance(labels, Mapping) else config.get("num_labels", 2)
     if kind not in HEADS or count != 1:
         what = f"{kind!r:.60} with {count!r:.60} labels"
@@ -154,7 +145,7 @@ def _of_decoder(folder: Path, model: str, kind: str, config: Mapping[str, Any]) 
 
 
 def read_object(folder: Path, name: str) -> dict[str, Any]:
-    """Return the object in a JSON file; an empty dict if the file doesn't exist."""
+    """Return the object in a JSON file, or {} without a file. Raises ValueError."""
     if not (folder / name).is_file():
         return {}
     with (folder / name).open("rb") as file:
@@ -172,18 +163,16 @@ def read_object(folder: Path, name: str) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A model on the disk. If `kind` is None, `why` is the reason that it is not served."""
+    """A model on the disk."""
 
     model: str
     source: str  # written as in models.yaml
-    kind: Kind | None
-    why: str = ""
+    kind: Kind | None  # None if the model is not served
+    why: str = ""  # why the model is not served
 
 
 def discover(places: Sequence[str], hub: Hub) -> Iterator[Found]:
-    """Yield the models in these places: `huggingface`, `lmstudio`, or folders. They are sorted by
-    name within each place.
-    """
+    """Yield the models in `places`, which are `huggingface`, `lmstudio` or folders."""
     for place in places:
         if place == "huggingface":
             yield from _find_cached(hub.cache or Path(constants.HF_HUB_CACHE))
@@ -195,9 +184,7 @@ def discover(places: Sequence[str], hub: Hub) -> Iterator[Found]:
 
 
 def _find_cached(cache: Path) -> Iterator[Found]:
-    """Yield each model in Hugging Face's cache once: at the commit of its branch `main` or, if that
-    commit cannot be served, at another one.
-    """
+    """Yield each model once, at its branch `main` if that can be served."""
     for repo in _listed(cache):
         if not repo.name.startswith("models--"):
             continue
@@ -213,17 +200,11 @@ def _find_cached(cache: Path) -> Iterator[Found]:
 
 
 def _lmstudio_folders(home: Path) -> list[Path]:
-    """Return the folders in which LM Studio stores models. A file in the user's home may name LM
-    Studio's own home.
-    """
     pointed = Path(_read_line(home / ".lmstudio-home-pointer") or home / ".lmstudio")
     return [pointed / "models", home / ".cache" / "lm-studio" / "models"]
 
 
 def _find_below(folder: Path, name: str = "", depth: int = 2) -> Iterator[Found]:
-    """Yield the models in a folder: the folder itself if it is a model, and the models in its
-    subfolders down to `depth`.
-    """
     files = _model_files(folder)
     yield from _each(files, name or folder.name, f"path:{folder}")
     if depth and folder not in files:  # folders inside a model are its parts
@@ -232,7 +213,6 @@ def _find_below(folder: Path, name: str = "", depth: int = 2) -> Iterator[Found]
 
 
 def _each(files: Iterable[Path], name: str, source: str, commit: str = "") -> Iterator[Found]:
-    """Yield one model for each of these paths, which are model folders and GGUF files."""
     for path in files:
         inner = f"/{path.name}" if is_gguf(path.name) else ""
         model = re.sub(r"[\s,]+", "-", name + inner)
@@ -241,7 +221,7 @@ def _each(files: Iterable[Path], name: str, source: str, commit: str = "") -> It
 
 def _found(path: Path, model: str, source: str) -> Found:
     try:
-        parse_source(source, path)  # raises an error for one part of a split model
+        parse_source(source, path)  # raises for one part of a split model
         if not has_weights(path):
             return Found(model, source, None, "its weights are not here, or not all of them")
         return Found(model, source, read_kind(path, model, source))
@@ -250,7 +230,6 @@ def _found(path: Path, model: str, source: str) -> Found:
 
 
 def _model_files(folder: Path) -> list[Path]:
-    """Return the folder itself if it is a model, and the GGUF files in it."""
     with contextlib.suppress(OSError, ValueError):
         names = sorted(entry.name for entry in os.scandir(folder))
         whole = [folder] if "config.json" in names else []
@@ -259,7 +238,6 @@ def _model_files(folder: Path) -> list[Path]:
 
 
 def _listed(folder: Path) -> list[Path]:
-    """Return a folder's subfolders, sorted by name; none if it cannot be read."""
     with contextlib.suppress(OSError, ValueError):
         return sorted(Path(entry) for entry in os.scandir(folder) if os.path.isdir(entry))
     return []

@@ -1,12 +1,8 @@
 """A model's files: in a folder, in an installed package, or downloaded from the hub.
 
-A model is a single GGUF file if its path ends with .gguf, and a folder otherwise. All functions
-block: run them on a thread, never on the event loop or the lane.
-
-We let huggingface_hub download only small files, and link all files. Its download of large files
-has two faults (2.4, `_download_to_tmp_and_move`, since its pull request 4228): each try uses a new
-temporary file, so a killed download starts from the beginning, and only sizes are checked. So large
-files are downloaded here, by plain HTTP instead of hf-xet, and stored where it finds them.
+All functions block: run them on a thread, never on the event loop or the lane. Large files are
+downloaded here, because huggingface_hub 2.4 restarts killed downloads and checks only sizes
+(`_download_to_tmp_and_move`, pull request 4228).
 """
 
 import contextlib
@@ -59,8 +55,8 @@ from gateway.registry import (
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-_MOVES = 3  # tries of a download: the branch may move to another commit during each of them
-SPARE_BYTES = 1 << 24  # bytes by which small files may grow while a model is downloaded
+_MOVES = 3  # tries of a download, since the branch may move
+SPARE_BYTES = 1 << 24  # bytes by which small files may grow in the meantime
 
 
 class Damaged(Exception):
@@ -73,11 +69,11 @@ class HubFile:
 
     name: str
     size: int  # bytes
-    sha256: str | None = None  # known only for large files, which the hub stores outside of git
+    sha256: str | None = None  # only for large files, which the hub stores outside of git
 
 
 def room_needed(files: Iterable[HubFile], blobs: Path) -> int:
-    """Count the bytes of large files that are still to be downloaded, beyond all partial files."""
+    """Count the bytes of large files that are not on the disk yet."""
     large = [file for file in files if file.sha256]
     return sum(max(0, file.size - _stored_bytes(file, blobs)) for file in large)
 
@@ -91,33 +87,29 @@ def require_room(needed: int, folder: Path) -> None:
 
 
 def _free(folder: Path) -> tuple[Path, int]:
-    """Return the folder, or its nearest existing parent, and the free bytes on its disk."""
     there = next(parent for parent in (folder, *folder.parents) if parent.is_dir())
     return there, shutil.disk_usage(there).free
 
 
 class BoundedFile(io.BufferedWriter):
-    """A partial file that cannot become longer than `most`, the size that the hub states."""
+    """A file that raises Damaged instead of growing beyond `most` bytes."""
 
     most: int
 
     def write(self, data: Buffer) -> int:
-        """Write bytes. Raises Damaged if the file would become too long."""
         if self.tell() + memoryview(data).nbytes > self.most:
             raise Damaged(f"{Path(str(self.name)).stem} is longer than the hub says.")
         return super().write(data)
 
 
 def fetch(url: str, file: HubFile, blobs: Path) -> None:
-    """Download a large file to the cache's blobs, where huggingface_hub looks first.
+    """Download a large file to huggingface_hub's cache, completing a partial file.
 
-    A partial file is completed, and gets the blob's name only once its hash is verified. If another
-    process is downloading the same file, wait until it is done. Raises Damaged, HTTP errors, and
-    OSError if the file cannot be stored.
+    Only a file with the right hash gets its final name. Raises Damaged, HTTP errors and OSError.
     """
     assert file.sha256 is not None
     blob, part = blobs / file.sha256, blobs / f"{file.sha256}.part"
-    locks = blobs.parents[1] / ".locks" / blobs.parent.name  # huggingface_hub's own folder
+    locks = blobs.parents[1] / ".locks" / blobs.parent.name
     for folder in (blobs, locks):
         folder.mkdir(parents=True, exist_ok=True)
     with WeakFileLock(locks / f"{file.sha256}.lock"):
@@ -133,20 +125,20 @@ def fetch(url: str, file: HubFile, blobs: Path) -> None:
 
 
 class Counter(tqdm):
-    """A progress bar without output that limits the bytes that huggingface_hub downloads."""
+    """A silent progress bar that raises Damaged beyond `most` downloaded bytes."""
 
     most = 0  # bytes
 
     def update(self, n: float | None = 1) -> None:
-        """Count n more bytes. Raises Damaged if there are more than `most`."""
         self.n += n or 0
         if self.n > self.most:
             raise Damaged("its small files are longer than the hub says.")
 
 
 def check(folder: Path, files: Iterable[HubFile]) -> None:
-    """Compare a model's folder with the hub's information. Raises Damaged, which names the first
-    wrong file. A file of the wrong size is removed, so that it will be downloaded again.
+    """Raise Damaged unless a folder's files are as the hub says.
+
+    A file of the wrong size is removed, so that it will be downloaded again.
     """
     for file in files:
         path = folder / file.name
@@ -158,7 +150,6 @@ def check(folder: Path, files: Iterable[HubFile]) -> None:
 
 
 def _check_layout(path: Path) -> None:
-    """Raise Damaged unless a safetensors file is as long as its header implies."""
     try:
         with safe_open(path, framework="np"):
             pass
@@ -181,13 +172,12 @@ def _fetch_rest(url: str, file: HubFile, part: Path) -> None:
                 displayed_filename=file.name,
             )
     except (Damaged, OSError) as error:
-        if isinstance(error, Damaged) or error.errno in _FULL:  # free the full disk for other uses
+        if isinstance(error, Damaged) or error.errno in _FULL:
             part.unlink()
         raise
 
 
 def _stored_bytes(file: HubFile, blobs: Path) -> int:
-    """Count the bytes of a large file that are on the disk, as a whole or a partial file."""
     paths = (blobs / f"{file.sha256}", blobs / f"{file.sha256}.part")
     return max((path.stat().st_size for path in paths if path.is_file()), default=0)
 
@@ -200,31 +190,30 @@ def _is_whole(path: Path, file: HubFile) -> bool:
 
 
 def _remove(path: Path) -> None:
-    """Remove a link in the cache and the blob that it points to."""
+    """Remove a link in the cache and its blob."""
     path.resolve().unlink()
     path.unlink(missing_ok=True)
 
 
-# Replaced because huggingface_hub (2.4, http_backoff) calls it when one thread cannot connect, and
-# it closes the HTTP client that all threads share.
+# huggingface_hub (2.4, http_backoff) closes all threads' HTTP client when one thread cannot
+# connect.
 _http.close_session = lambda: None
-# Warnings are turned off: we log errors ourselves.
 logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-# The files that are downloaded. Weights are accepted only as safetensors, so pickles are left out.
+# The files to download, without pickles, which can run code.
 FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
-# Files that are not needed: second copies of the weights in the model makers' formats (gpt-oss,
-# Mistral), and an adapter's weights at earlier training steps, saved by mlx-lm's trainer.
+# Copies of the weights in makers' formats (gpt-oss, Mistral), and an adapter's weights at earlier
+# training steps (mlx-lm).
 COPIES = ["original/*", "consolidated*", "[0-9]*_adapters.safetensors"]
 ADAPTER_FILES = ("adapter_config.json", "adapters.safetensors")
 
 
 class Unfit(Exception):
-    """A repository lacks files that the model needs, or lists files with invalid properties."""
+    """A repository lacks needed files, or lists invalid ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hub:
-    """The hub's address and the cache folder; None means Hugging Face's defaults."""
+    """The hub's address and cache folder, None for Hugging Face's defaults."""
 
     endpoint: str | None = None
     cache: Path | None = None
@@ -233,15 +222,13 @@ class Hub:
 
 
 def free_bytes(hub: Hub) -> int:
-    """Return the free bytes on the disk of the hub's cache."""
     return _free(hub.cache or Path(constants.HF_HUB_CACHE))[1]
 
 
 def on_disk(spec: ModelSpec, hub: Hub) -> Path | None:
-    """Return the path of a model's folder or GGUF file; None if it must be downloaded.
+    """Return the path of a model's folder or GGUF file, or None if it must be downloaded.
 
-    Raises ModelUnavailable for a package that is not installed, and ModelLoadFailed for a path that
-    does not exist.
+    Raises ModelUnavailable for a missing package, and ModelLoadFailed for a missing path.
     """
     source = spec.source
     if isinstance(source, HubSource):
@@ -256,14 +243,11 @@ def on_disk(spec: ModelSpec, hub: Hub) -> Path | None:
 
 
 def is_installed(source: HubSource) -> bool:
-    """Return True if a package with the files of this source is installed."""
     return source.package is not None and package_folder(source.package.module) is not None
 
 
 def has_weights(folder: Path) -> bool:
-    """Return True if a GGUF file exists, or a folder has the config and all weights of a model or
-    adapter.
-    """
+    """Return True if the config and all weights of a model or adapter are on the disk."""
     if is_gguf(folder.name):
         return folder.is_file()
     if not (folder / "config.json").is_file():
@@ -279,7 +263,6 @@ def has_weights(folder: Path) -> bool:
 
 
 def stored_bytes(folder: Path) -> int:
-    """Count the bytes of the needed files in a model's folder, or of its GGUF file."""
     if is_gguf(folder.name):
         return folder.stat().st_size
     files = {file for pattern in FILES for file in folder.rglob(pattern)}
@@ -291,16 +274,12 @@ def stored_bytes(folder: Path) -> int:
 
 
 def is_wanted(name: str) -> bool:
-    """Return True if a model needs this file of its repository."""
     is_copy = any(fnmatch(name, pattern) for pattern in COPIES)
     return not is_copy and any(fnmatch(name, pattern) for pattern in FILES)
 
 
 def ask_hub(spec: ModelSpec, hub: Hub) -> int:
-    """Ask the hub for a model's size in bytes. Waits `timeout_s` at most. Call before a download.
-
-    Raises ModelUnavailable, which names the model and the cause.
-    """
+    """Ask the hub for a model's size in bytes. Raises ModelUnavailable."""
     source = spec.source
     assert isinstance(source, HubSource)
     require_download(source, hub, spec.id)
@@ -318,28 +297,27 @@ def require_download(source: HubSource, hub: Hub, model: str) -> None:
 
 
 def fetched_bytes(spec: ModelSpec, hub: Hub) -> int:
-    """Count the bytes of a model that are on the disk, including partial files."""
+    """Count a model's bytes on the disk, partial files included."""
     source = spec.source
     assert isinstance(source, HubSource)
     total, blobs = 0, blobs_of(source, hub)
     files = {*blobs.glob("*")}
-    if source.file is not None:  # other files of this repository don't count
+    if source.file is not None:
         links = blobs.parent.glob(f"snapshots/*/{glob.escape(source.file)}")
         files = {*blobs.glob("*.part"), *(link.resolve() for link in links)}
     for file in files:
-        with contextlib.suppress(FileNotFoundError):  # a partial file was completed and renamed
+        with contextlib.suppress(FileNotFoundError):  # renamed in the meantime
             total += file.stat().st_size
     return total
 
 
 def download(spec: ModelSpec, hub: Hub) -> Path:
-    """Download a model's missing files, check all files, and return the path of the model.
-
-    Raises ModelUnavailable, which names the model and the cause. Files downloaded so far are kept.
+    """Download a model's missing files, check all files, and return the model's path. Raises
+    ModelUnavailable.
     """
     source = spec.source
     assert isinstance(source, HubSource)
-    disable_progress_bars()  # the gateway shows the progress itself, by `fetched_bytes`
+    disable_progress_bars()
     try:
         return _download_missing(source, hub)
     except Exception as error:
@@ -357,7 +335,7 @@ def _download_missing(source: HubSource, hub: Hub) -> Path:
                 fetch(url, file, blobs)
         most = sum(file.size for file in files if file.sha256 is None) + SPARE_BYTES
         folder = _snapshot(source, hub, tqdm_class=type("Counted", (Counter,), {"most": most}))
-        if folder.name == commit:  # otherwise the branch has moved: try again
+        if folder.name == commit:  # otherwise the branch has moved
             check(folder, files)
             model = _model_in(folder, source)
             if not has_weights(model):
@@ -367,13 +345,12 @@ def _download_missing(source: HubSource, hub: Hub) -> Path:
 
 
 def _listing(source: HubSource, hub: Hub) -> tuple[str, list[HubFile]]:
-    """Ask the hub for a revision's commit and for information about the files that are needed."""
     commit, every = list_repository(source, hub)
     return commit, wanted_files(source, every)
 
 
 def list_repository(source: HubSource, hub: Hub) -> tuple[str, list[HubFile]]:
-    """Ask the hub for a revision's commit and all files. Raises Unfit if a file is invalid."""
+    """Ask the hub for a revision's commit and files. Raises Unfit."""
     info = HfApi(endpoint=hub.endpoint).model_info(
         source.repo, revision=source.revision, timeout=hub.timeout_s, files_metadata=True
     )
@@ -394,7 +371,7 @@ def list_repository(source: HubSource, hub: Hub) -> tuple[str, list[HubFile]]:
 
 
 def wanted_files(source: HubSource, every: Iterable[HubFile]) -> list[HubFile]:
-    """Return the files of a repository that a model needs. Raises Unfit if it has no weights."""
+    """Return the files that a model needs, or raise Unfit if there are no weights."""
     files = [file for file in every if _is_needed(source, file.name)]
     if source.is_gguf:
         if not files:
@@ -423,7 +400,7 @@ def _find_cached(source: HubSource, hub: Hub) -> Path | None:
 
 
 def _snapshot(source: HubSource, hub: Hub, **options: Any) -> Path:
-    """Let huggingface_hub download missing files and link all files in a folder; return it."""
+    """Let huggingface_hub download missing files and link all files in a folder."""
     patterns, copies = FILES, COPIES
     if source.file is not None:
         patterns, copies = [glob.escape(source.file)], []
@@ -449,8 +426,7 @@ def _model_in(folder: Path, source: HubSource) -> Path:
 
 
 def _find_packaged(model: str, source: PackageSource) -> Path:
-    """Find a model in a package, without importing it, as that may import all of torch."""
-    root = package_folder(source.module)
+    root = package_folder(source.module)  # importing the package might import torch
     if root is None:
         problem = f"its package is not installed. Run: {install_command(source)}"
         raise ModelUnavailable(model, problem)
@@ -470,14 +446,13 @@ def _noun(source: Source) -> str:
 
 
 def unavailable(model: str, source: HubSource, reason: str) -> ModelUnavailable:
-    """Return a ModelUnavailable that also names the package with the same files, if any."""
+    """Return a ModelUnavailable that also names a package with the same files."""
     if source.package:
         reason += f" A package has the same files. Run: {install_command(source.package)}"
     return ModelUnavailable(model, reason)
 
 
 def cause(source: HubSource, error: Exception) -> str:
-    """Return the reason why a repository could not be read from the hub, for error messages."""
     match error:
         case Unfit():
             return str(error)

@@ -1,9 +1,6 @@
-"""The size and kind of a model on the hub, found out before any weights are downloaded.
+"""The size and kind of a model on the hub, before its weights are downloaded.
 
-Only small files are downloaded, to a folder that is deleted afterwards. The hub's responses are not
-trusted: file sizes are limited, and file names may not lead out of the folder.
-
-The functions block: run them on a thread, never on the event loop or the lane.
+All functions block: run them on a thread, never on the event loop or the lane.
 """
 
 import io
@@ -36,7 +33,7 @@ from gateway.engine.hub import (
 from gateway.errors import ModelNotFound, ModelRefused, ModelUnavailable
 from gateway.registry import HubSource
 
-# Keys of config.json with which transformers or mlx-lm would run Python code of the repository.
+# Keys of config.json that let transformers or mlx-lm run a repository's Python code.
 _CODE_KEYS = frozenset({"auto_map", "model_file"})
 
 
@@ -45,16 +42,14 @@ class Offer:
     """A model on the hub."""
 
     commit: str
-    size: int  # bytes of all files that a download needs
-    missing: int  # bytes of these files that are not on the disk yet
+    size: int  # bytes
+    missing: int  # bytes not on the disk yet
     kind: Kind
-    has_code: bool  # its repository has Python code, which we never download or run
+    has_code: bool  # the repository has Python code, which is never run
 
 
 def require_public(source: HubSource, hub: Hub, model: str) -> None:
-    """Raise ModelRefused if a repository is private or gated, or if its name on the hub is spelled
-    differently. Raises ModelNotFound and ModelUnavailable as `look` does.
-    """
+    """Raise ModelRefused unless a repository is public and has exactly this name."""
     require_download(source, hub, model)
     try:
         info = HfApi(endpoint=hub.endpoint).model_info(source.repo, timeout=hub.timeout_s)
@@ -62,17 +57,16 @@ def require_public(source: HubSource, hub: Hub, model: str) -> None:
         raise _missing(source, model, error) from error
     if info.private or info.gated:
         raise ModelRefused(model, f"{source.repo} is not public, but gated or private.")
-    # The hub also accepts a repository's old names, and names in any case. Each spelling would be
-    # downloaded as another model.
+    # The hub accepts old names and any case, but each spelling would be downloaded as another
+    # model.
     if info.id != source.repo:
         raise ModelRefused(model, f"its name on the hub is {info.id}.")
 
 
 def look(source: HubSource, hub: Hub, model: str) -> Offer:
-    """Ask the hub for a model's size and kind; `model` is the model's id for error messages.
+    """Ask the hub for a model's size and kind.
 
-    Raises ModelNotFound if the hub has no such repository, ModelUnavailable if it cannot be read,
-    and ModelRefused if the model's kind is unclear.
+    Raises ModelNotFound, ModelRefused and ModelUnavailable.
     """
     try:
         require_download(source, hub, model)
@@ -84,7 +78,6 @@ def look(source: HubSource, hub: Hub, model: str) -> Offer:
 
 
 def _missing(source: HubSource, model: str, error: Exception) -> ModelNotFound | ModelUnavailable:
-    """Return the error for a repository that could not be read from the hub."""
     why = cause(source, error)
     if isinstance(error, RepositoryNotFoundError) and not isinstance(error, GatedRepoError):
         return ModelNotFound(model, why=f"{why[0].upper()}{why[1:]}")
@@ -110,7 +103,6 @@ def _look(source: HubSource, hub: Hub, model: str) -> Offer:
 def _fetch_small(
     source: HubSource, hub: Hub, commit: str, files: Iterable[HubFile], folder: Path
 ) -> None:
-    """Download the files that `read_kind` needs to a folder."""
     disable_progress_bars()
     for file in files:
         if file.name not in TELLING:

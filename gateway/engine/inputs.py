@@ -1,8 +1,4 @@
-"""A model's maximum input length and modalities, and whether its architecture is verified. All is
-read from the model's files, without weights, before the model is loaded.
-
-The embedding modules need mlx, so they are imported only for embedding and rerank models.
-"""
+"""A model's maximum input length and modalities, read from its files before it is loaded."""
 
 import contextlib
 from collections.abc import Callable, Hashable
@@ -19,22 +15,18 @@ from gateway.registry import ChatSpec, EmbeddingSpec, Inputs, ModelSpec, is_gguf
 
 
 def read_inputs(spec: ModelSpec, hub: Hub) -> Inputs | None:
-    """Return the inputs that a model accepts; None if its files are not on this disk. For an
-    adapter, return the inputs of its base.
-
-    The call blocks on files, but files that haven't changed are not read again.
-    """
+    """Return the inputs that a model accepts, or None if its files are not on this disk."""
     if isinstance(spec, ChatSpec):
         spec = spec.base_spec or spec
     try:
         files = on_disk(spec, hub)
-    except Exception:  # no such folder or package, or a broken cache
+    except Exception:
         return None
     if files is None:
         return None
     max_tokens = verified = None
     modalities = spec.input_modalities
-    with contextlib.suppress(Exception):  # loading the model will report the error
+    with contextlib.suppress(Exception):  # loading will report the error
         max_tokens = _read(files, condition := _condition(files), *_reader(spec))
         verified = _read_verified(files, condition)
         if isinstance(spec, ChatSpec) and spec.images and not spec.parallel:
@@ -43,9 +35,7 @@ def read_inputs(spec: ModelSpec, hub: Hub) -> Inputs | None:
 
 
 def _reader(spec: ModelSpec) -> tuple[Callable[..., int | None], *tuple[Hashable, ...]]:
-    """Return the function that reads a model's maximum input length from its files, and the
-    arguments to call it with after the files: settings of models.yaml, mostly.
-    """
+    """Return the function that reads the maximum input length, and its last arguments."""
     if isinstance(spec, ChatSpec):
         return read_context, spec.max_context
     if isinstance(spec, EmbeddingSpec):
@@ -75,13 +65,12 @@ def _reads_images(files: Path, _: Hashable) -> bool:
 
 
 def _condition(files: Path) -> Hashable:
-    """Return a value that changes whenever a model's JSON files, or its GGUF file, change. Raises
-    OSError if one of them is a pipe or a device, since reading it could block forever.
-    """
+    """Return a value that changes whenever a model's JSON or GGUF files change."""
     parts = [files]
-    if not is_gguf(files.name):  # sentence-transformers' modules have folders with JSON files
+    if not is_gguf(files.name):  # sentence-transformers' modules are subfolders
         parts = sorted([*files.glob("*.json"), *files.glob("*/*.json")])
     found = [path.stat() for path in parts]
+    # Reading a pipe or a device could block forever.
     if not all(S_ISREG(about.st_mode) or S_ISDIR(about.st_mode) for about in found):
         raise OSError(f"{files} holds a pipe or a device")
     return tuple((about.st_ino, about.st_size, about.st_mtime_ns) for about in found)

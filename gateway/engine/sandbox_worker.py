@@ -1,19 +1,18 @@
-"""The program of the sandbox processes, which do work of unknown cost, such as rendering a
-checkpoint's chat template. serving/sandbox.py starts and kills these processes.
+"""The program of the sandbox processes, which serving/sandbox.py starts and kills.
 
-It is run as a script, by its path, so it imports no other module of the gateway, and never mlx. Its
-arguments are the file descriptor of a `multiprocessing` connection and the kind of request to warm
-up for. It reports that it is ready, then answers requests until the connection is closed.
+It runs as a script, so it imports no other module of the gateway and never mlx. Its arguments are
+the file descriptor of a `multiprocessing` connection and the kind of request to warm up for.
 
-Messages are JSON, in bytes. A request is an object: `kind`; `processor_s`, the processor time after
-which the kernel ends the process by SIGPROF; `seconds`, the time after which the kernel ends it
-even if the gateway is gone; `max_bytes`, the memory allowed beyond its use at the start; and the
-fields of its kind. An answer is a list: an outcome, its value, and whether the process has grown so
-large that another should replace it.
+Messages are JSON bytes. A request is an object with the fields of its kind and these:
 
-Files and pixels are sent as separate messages, not encoded. If a request's `data` is a number, the
-next message is a file of that many bytes. If an answer's value is bytes, its list has null for the
-value and a fourth item, the number of these bytes, and the next message is the bytes.
+kind         a key of KINDS
+processor_s  the processor time until SIGPROF ends the process
+seconds      the time until SIGALRM ends the process, even if the gateway is gone
+max_bytes    the memory allowed beyond the memory in use at the start
+data         the size of a file, which is the next message
+
+An answer is a list: an outcome, a value, and whether to replace the process. If the value is bytes,
+the list has null instead and, as a fourth item, the number of bytes in the next message.
 """
 
 import contextlib
@@ -40,49 +39,47 @@ if TYPE_CHECKING:
 Answer: TypeAlias = tuple[str, Any]
 Request: TypeAlias = Mapping[str, Any]
 Sandbox: TypeAlias = Callable[[Request, bytes], Answer]
-"""Runs a request, unless an earlier one with the same key ended its process. Returns an outcome and
-its value: an outcome of the request's kind, or large, busy, slow, late, died or killed, with a
-reason.
+"""Runs a request and returns an outcome and its value.
+
+The outcome is one of the request's kind, or large, busy, slow, late, died or killed, with a reason.
+A request whose key has ended a process is not run again.
 """
 
-# The stack is no larger than that of the gateway's threads, so that a recursion that doesn't
-# overflow it here doesn't overflow the gateway's either.
+# A recursion that fits this stack also fits the stacks of the gateway's threads.
 STACK_BYTES: Final = 4 << 20
 TRIAL_STEPS: Final = 8
-# The most tokens that a grammar may force at once: at every step, the gateway would list all of
-# them.
+# Tokens that a grammar may force at once.
 MOST_FORCED: Final = 1 << 17
-TRIAL_FORCED: Final = 64  # the most forced tokens that a step of the trial takes
-MOST_REASON: Final = 2000  # the most characters of a refusal's reason
+TRIAL_FORCED: Final = 64
+MOST_REASON: Final = 2000  # characters
 # A larger process is replaced, since malloc returns little memory to the system.
 SPENT_BYTES: Final = 512 << 20
-# Keywords of JSON Schema with which a value may be valid only because a subschema refuses it or a
-# part of it, or because other subschemas have evaluated its parts.
+# Keywords of JSON Schema that may accept a value because a subschema refuses it or leaves parts of
+# it unevaluated.
 TURNING: Final = ("not", "oneOf", "if", "maxContains", "unevaluatedItems", "unevaluatedProperties")
 END: Final = "<|end of the trial|>"
-MOST_PIXELS: Final = 64_000_000  # the most pixels of an image, as in Anthropic's API
+MOST_PIXELS: Final = 64_000_000  # as in Anthropic's API
 MOST_SIDE: Final = 16_384  # pixels
-# The longest side of an image, in shorter sides, as in Qwen's image processor.
+# The longest side, in shorter sides, as in Qwen's image processor.
 MOST_ASPECT: Final = 200
 LEAST_SIDE: Final = 4  # pixels
-# The transposition, named as in Pillow, that turns an image of each EXIF orientation upright.
+# Pillow's transposition that turns an image of each EXIF orientation upright.
 TURNS: Final = {
     2: "FLIP_LEFT_RIGHT", 3: "ROTATE_180", 4: "FLIP_TOP_BOTTOM", 5: "TRANSPOSE", 6: "ROTATE_270",
     7: "TRANSVERSE", 8: "ROTATE_90",
 }  # fmt: skip
-ON_ITS_SIDE: Final = 5  # this orientation and later ones swap width and height
+ON_ITS_SIDE: Final = 5  # this and later orientations swap width and height
 
 
 def try_grammar(request: Request) -> Answer:
-    """Try out a grammar: compile it with llguidance for a small tokenizer, and take some steps.
+    """Compile a grammar for a small tokenizer and take some steps.
 
-    `spec` is the grammar in llguidance's format, `specials` are the control tokens that it names,
-    and `limits` are the arguments of LLParserLimits.
+    `spec` is in llguidance's format, `specials` are the control tokens in it, and `limits` are
+    arguments of LLParserLimits.
     """
     from llguidance import LLMatcher, LLParserLimits
 
-    # The gateway will compile the grammar again, with the model's tokenizer. The trial only shows
-    # whether llguidance survives it, and finds its errors: finding them may take long.
+    # This shows whether llguidance survives the grammar, before the gateway compiles it again.
     tokenizer, eos = _bytes_tokenizer(tuple(request["specials"]))
     matcher = LLMatcher(
         tokenizer, request["spec"], log_level=0, limits=LLParserLimits(**request["limits"])
@@ -101,14 +98,14 @@ def try_grammar(request: Request) -> Answer:
         allowed = [i for i in range(eos) if mask[i // 8] >> (i % 8) & 1]
         if not allowed:
             break
-        # A quote is preferred: it ends a JSON string, so the steps reach more of the grammar.
+        # A quote ends a JSON string, so the steps reach more of the grammar.
         matcher.consume_token(ord('"') if ord('"') in allowed else allowed[0])
     return "tried", None
 
 
 @functools.lru_cache(maxsize=8)
 def _bytes_tokenizer(specials: tuple[str, ...]) -> tuple[Any, int]:
-    """Return a tokenizer whose tokens are all bytes, these control tokens and END; and END's id."""
+    """Return a tokenizer of all bytes, `specials` and END, and END's id."""
     from llguidance import LLTokenizer
     from llguidance._tokenizer import TokenizerWrapper
 
@@ -125,16 +122,12 @@ def _bytes_tokenizer(specials: tuple[str, ...]) -> tuple[Any, int]:
 
 
 def render(request: Request) -> Answer:
-    """Render a chat template as transformers does.
-
-    `arguments` are the arguments of transformers' `render_jinja_template`, as JSON. The outcome is
-    `large` if the text is longer than `max_chars`.
-    """
+    """Render a chat template with the arguments of transformers' `render_jinja_template`."""
     try:
         rendered: Any = _renderer()(**json.loads(request["arguments"]))
     except MemoryError:
         raise
-    except Exception as error:  # a template is a program, and may raise any error
+    except Exception as error:
         return "refused", str(error)[:MOST_REASON]
     text, max_chars = rendered[0][0], request["max_chars"]
     if len(text) > max_chars:
@@ -144,9 +137,7 @@ def render(request: Request) -> Answer:
 
 @functools.cache
 def _renderer() -> Callable[..., Any]:
-    """Import transformers' `render_jinja_template`, and little else of transformers."""
-    # The `__init__.py` of both packages is not run, since it imports modules that no template
-    # needs. That saves two thirds of the time and a third of the memory.
+    # Skipping both packages' `__init__.py` saves two thirds of the time and a third of the memory.
     for package in ("transformers", "transformers.utils"):
         if package in sys.modules:
             continue
@@ -159,12 +150,10 @@ def _renderer() -> Callable[..., Any]:
 
 
 def judge(request: Request) -> Answer:
-    """Judge whether a JSON answer fits a JSON Schema. `draft` names a validator of jsonschema_rs.
+    """Judge whether a JSON answer fits a JSON Schema, with the validator `draft` of jsonschema_rs.
 
-    Patterns take linear time; patterns with look-arounds backtrack, for a limited number of steps.
-    A reference to another document is never followed: it is treated as a schema that allows all
-    values. So if the answer then fits, or a keyword of TURNING might invert the result, the outcome
-    is `refused`.
+    A reference to another document is never followed, but allows all values. The outcome is
+    `refused` if the answer may fit only for that reason.
     """
     import jsonschema_rs as rs
 
@@ -178,6 +167,7 @@ def judge(request: Request) -> Answer:
         followed.append(address)
         return {}
 
+    # The second kind backtracks, which look-arounds need.
     options = (rs.RegexOptions(), rs.FancyRegexOptions(backtrack_limit=100_000))
     for patterns in options:
         try:
@@ -199,11 +189,9 @@ def judge(request: Request) -> Answer:
 def read_answer(request: Request) -> Answer:
     """Parse a model's answer with its checkpoint's `response_template`, as transformers does.
 
-    `prefix` is the end of the answer's prompt, and `tools` are the functions that the answer may
-    call. If `text` is None, only check that `template` is valid.
+    `prefix` is the end of the prompt. If `text` is None, only check the template.
     """
-    # The parser imports the module of `_renderer` too. This call imports it first, without the rest
-    # of transformers.
+    # Imports the parser's dependency without the rest of transformers.
     _renderer()
     from transformers.utils.chat_parsing import parse_response
     from transformers.utils.chat_parsing.response_templates import load_response_template
@@ -211,22 +199,21 @@ def read_answer(request: Request) -> Answer:
     template, prefix = load_response_template(request["template"]), request["prefix"]
     if request["text"] is None:
         return "read", None
-    # A prefix without the start of the answer would be parsed as a whole conversation.
+    # Otherwise the prefix would be parsed as a whole conversation.
     if template.start_anchor_re.search(prefix) is None:
         prefix = ""
     return "read", parse_response(request["text"], template, prefix=prefix, tools=request["tools"])
 
 
 class Unfit(Exception):
-    """Raised for an image that is not decoded; the message is the reason."""
+    """The image is not decoded, for the reason in the message."""
 
 
 def read_image(request: Request) -> Answer:
-    """Measure the image file `data`, or decode it to `width` times `height` pixels.
+    """Measure the image file `data`, or decode it to `width` × `height` pixels of red, green, blue
+    bytes.
 
-    The measured size is read from the file's header, and is that of the upright image: EXIF may say
-    that it is turned. Pixels are rows of red, green and blue, a byte each; `resample` names one of
-    Pillow's filters.
+    The measured size is that of the upright image.
     """
     from PIL.Image import Resampling, Transpose
 
@@ -237,20 +224,20 @@ def read_image(request: Request) -> Answer:
         image.load()
         turn = TURNS.get(orientation)
         turned = image.transpose(Transpose[turn]) if turn else image
-        del image  # its pixels may take a quarter of the allowed memory
+        del image  # frees memory
         size, resample = (request["width"], request["height"]), request["resample"].upper()
         return "decoded", _to_rgb(turned).resize(size, Resampling[resample]).tobytes()
     except MemoryError:
         raise
     except Unfit as error:
         return "refused", str(error)
-    except Exception as error:  # Pillow raises many kinds of errors for a broken file
+    except Exception as error:
         is_cut = "truncated" in str(error).lower()
         return "refused", "it is cut off" if is_cut else f"it is broken: {error}"[:MOST_REASON]
 
 
 def refuse_size(width: int, height: int) -> str | None:
-    """Return the reason why an image of this size is not decoded; None if it may be decoded."""
+    """Return the reason why an image of this size is not decoded, or None."""
     size = f"it has {width:,} × {height:,} pixels"
     if width * height > MOST_PIXELS:
         return f"{size}, over {MOST_PIXELS:,} in all"
@@ -264,7 +251,7 @@ def refuse_size(width: int, height: int) -> str | None:
 
 
 def _open_image(data: bytes) -> "tuple[ImageFile, int]":
-    """Read an image's header. Return the image, not decoded yet, and its EXIF orientation."""
+    """Return an image, not decoded yet, and its EXIF orientation."""
     from PIL import Image
 
     reader = next((each for is_one, each in _image_readers() if is_one(data)), None)
@@ -276,9 +263,9 @@ def _open_image(data: bytes) -> "tuple[ImageFile, int]":
         raise Unfit(f"it has over {MOST_PIXELS:,} pixels") from None
     if problem := refuse_size(*image.size):
         raise Unfit(problem)
-    if b"eXIf" in data:  # the EXIF of a PNG file may come after its pixels
+    if b"eXIf" in data:  # a PNG file may have EXIF after its pixels
         image.load()
-    with contextlib.suppress(Exception):  # an image whose EXIF is broken is shown as it is
+    with contextlib.suppress(Exception):  # broken EXIF is ignored
         orientation = Image.Image.getexif(image).get(0x0112)
         return image, orientation if orientation in TURNS else 1
     return image, 1
@@ -286,9 +273,7 @@ def _open_image(data: bytes) -> "tuple[ImageFile, int]":
 
 @functools.cache
 def _image_readers() -> "Sequence[tuple[Callable[[bytes], bool], Reader]]":
-    """List the image formats that are read: for each, a function that recognizes a file's first
-    bytes, and Pillow's reader. `Image.open` isn't used: it may try forty other formats.
-    """
+    """Return a test of a file's first bytes and a reader, for each image format."""
     from PIL import Image
     from PIL.BmpImagePlugin import BmpImageFile
     from PIL.GifImagePlugin import GifImageFile
@@ -296,8 +281,8 @@ def _image_readers() -> "Sequence[tuple[Callable[[bytes], bool], Reader]]":
     from PIL.PngImagePlugin import PngImageFile
     from PIL.WebPImagePlugin import WebPImageFile
 
-    # The WEBP reader compares this limit with an image's pixels before it allocates memory, and
-    # raises DecompressionBombError above twice the limit.
+    # The WEBP reader raises DecompressionBombError above twice this limit, before it allocates
+    # memory.
     Image.MAX_IMAGE_PIXELS = MOST_PIXELS // 2
     return (
         (lambda data: data.startswith(b"\x89PNG\r\n\x1a\n"), PngImageFile),
@@ -309,10 +294,10 @@ def _image_readers() -> "Sequence[tuple[Callable[[bytes], bool], Reader]]":
 
 
 def _to_rgb(image: "Image") -> "Image":
-    """Convert an image to red, green and blue in 8 bits each. Transparent parts become white."""
+    """Convert an image to 8 bits of red, green and blue, with white where it is transparent."""
     from PIL.Image import new
 
-    # With 16 bits per pixel, Pillow's `convert` would turn all values above 255 into white.
+    # Pillow's `convert` would turn all 16-bit values above 255 into white.
     if image.mode.startswith("I"):
         clear, wide = image.info.pop("transparency", None), image.convert("I")
         image = wide.point([value >> 8 for value in range(1 << 16)], "L")
@@ -348,7 +333,7 @@ READY: Final[Mapping[str, Callable[[], Answer]]] = {
 
 
 def serve(connection: "Connection[Any, Any]", kind: str) -> None:
-    """Warm up for requests of `kind`, then answer requests until the other end closes."""
+    """Answer requests until the other end closes the connection."""
     READY[kind]()
     base_bytes = _address_space_bytes()
     connection.send_bytes(json.dumps(("ready", None, False)).encode())
@@ -377,13 +362,14 @@ def _answer(request: Request) -> Answer:
         return KINDS[request["kind"]](request)
     except MemoryError:
         return "large", "it needs more memory than it may have"
-    except BaseException as error:  # a panic of Rust code is no Exception
+    except BaseException as error:
         return "refused", f"{type(error).__name__}: {error}"[:MOST_REASON]
 
 
 def _bound_memory(limit: int) -> None:
-    """Limit this process's address space, in bytes. macOS accepts the limit and doesn't enforce it,
-    so there the gateway checks the resident memory every now and then.
+    """Limit this process's address space, in bytes.
+
+    macOS doesn't enforce the limit, so the gateway checks the resident memory there.
     """
     _, hard_limit = resource.getrlimit(resource.RLIMIT_AS)
     if hard_limit != resource.RLIM_INFINITY:
@@ -393,18 +379,15 @@ def _bound_memory(limit: int) -> None:
 
 
 def _address_space_bytes() -> int:
-    """Return the bytes of address space in use; without /proc, a guess."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
     except OSError:
-        return 1 << 30
+        return 1 << 30  # a guess
     return pages * resource.getpagesize()
 
 
 def _most_resident_bytes() -> int:
-    """Return the most resident memory that this process has ever had, in bytes."""
-    # On Linux, getrusage's maximum would include the gateway's memory, from which this process was
-    # spawned.
+    # On Linux, getrusage's maximum includes the memory of the gateway, this process's parent.
     with contextlib.suppress(OSError, ValueError, IndexError):
         status = Path("/proc/self/status").read_text()
         return 1024 * int(status.partition("VmHWM:")[2].split()[0])
@@ -413,9 +396,8 @@ def _most_resident_bytes() -> int:
 
 
 def main() -> None:
-    """Answer requests on a thread with a stack of STACK_BYTES, until the gateway is gone."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # the gateway handles them, and ends this process
+        signal.signal(number, signal.SIG_IGN)  # the gateway handles them
     with contextlib.suppress(OSError):  # Linux kills this process first if memory runs out
         Path("/proc/self/oom_score_adj").write_text("1000")
     connection = Connection(int(sys.argv[1]))

@@ -1,6 +1,4 @@
-"""Checks for parts of a tokenizer.json that may be costly: parts that make texts much longer, and
-patterns, which may be slow.
-"""
+"""Checks of a tokenizer.json for slow patterns and for parts that lengthen texts."""
 
 import json
 import math
@@ -9,9 +7,8 @@ from typing import Any, Final
 
 from tokenizers import Tokenizer
 
-# The factor by which a text may grow. Usual tokenizers replace, for example, a space with `▁`.
-MOST_GROWTH: Final = 64
-# Types of steps that match a pattern from the file. A pattern's running time is unknown.
+MOST_GROWTH: Final = 64  # the factor by which a text may grow
+# Steps with a pattern from the file, whose running time is unknown.
 _PATTERNS: Final = ("Split", "Replace")
 
 
@@ -24,13 +21,12 @@ def check_growth(tokenizer: Tokenizer) -> None:
 
 
 def has_patterns(tokenizer: Tokenizer) -> bool:
-    """Return True if texts are matched with patterns from the file, which may take long."""
+    """Return True if texts are matched with patterns from the file, which may be slow."""
     parts = (tokenizer.normalizer, tokenizer.pre_tokenizer)
     return any(step.get("type") in _PATTERNS for part in parts for step in _steps(part))
 
 
 def _steps(part: Any) -> Iterator[dict[str, Any]]:
-    """Yield all steps of a part, including those nested in sequences."""
     if part is None:
         return
     waiting = [json.loads(part.__getstate__())]

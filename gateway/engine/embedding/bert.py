@@ -1,8 +1,6 @@
-"""The BERT and RoBERTa encoders: absolute positions, token types, post-norm layers. The two
-differ in how positions are numbered.
+"""The BERT and RoBERTa encoders, without pooler and task heads.
 
-Weights and names are Hugging Face's (transformers, models/bert/modeling_bert.py); the pooler and
-task heads are not used here.
+Source: transformers, models/bert/modeling_bert.py.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,14 +33,11 @@ from gateway.engine.models.encoder_kernels import (
 class Dense:
     """A linear layer."""
 
-    # The shape is (inputs, outputs): a transposed view of the checkpoint's array, not a copy.
-    # OpenBLAS for AVX-512 multiplies by a copy 3 times as slowly: a product of 17 rows by 384
-    # × 1536 took 1.0 ms instead of 0.34.
+    # (inputs, outputs): a transposed view. With a copy, OpenBLAS for AVX-512 takes 3 times as long.
     weight: mx.array
     bias: mx.array | None
 
     def __call__(self, x: mx.array) -> mx.array:
-        """Map (rows, inputs) to (rows, outputs)."""
         if self.bias is None:
             return x @ self.weight
         return mx.addmm(self.bias, x, self.weight)
@@ -58,12 +53,11 @@ class Norm:
     normalize: Normalization
 
     def __call__(self, x: mx.array) -> mx.array:
-        """Normalize each row of (rows, dimensions)."""
         return self.normalize(x, self.weight, self.bias, self.epsilon)
 
 
 def arrays_of(part: object) -> list[mx.array]:
-    """List every array of a part: a layer, a list of layers, or an array itself."""
+    """List every array of a part, which may be a layer, a list or an array."""
     if isinstance(part, mx.array):
         return [part]
     children: Sequence[object] = ()
@@ -76,9 +70,7 @@ def arrays_of(part: object) -> list[mx.array]:
 
 @dataclass(frozen=True, slots=True)
 class BertLayer:
-    """Attention, then two products with an activation between. Each part's result is added to the
-    part's input, and the sum is normalized.
-    """
+    """One BERT layer: attention, then two products with an activation between them."""
 
     qkv: Dense
     attention_out: Dense
@@ -90,13 +82,12 @@ class BertLayer:
     attend: Attention
     activation: Activation
     gate: Dense | None = None  # if set, activation(gate(x)) multiplies up(x)
-    rotate: Rotation | None = None  # set if positions are rotations, not embeddings
+    rotate: Rotation | None = None
 
     def __call__(self, x: mx.array, bias: mx.array | None, rows: int) -> mx.array:
-        """Map (rows * tokens, dimensions) to the same shape: flat, so each product is one GEMM."""
+        """Map (rows * tokens, dimensions) to the same shape."""
         flat, width = x.shape
-        # One copy puts q, k and v into the layout that the products need; as views, they would be
-        # copied one by one.
+        # One copy here is faster than a copy of each view.
         split = self.qkv(x).reshape(rows, flat // rows, 3, self.heads, width // self.heads)
         q, k, v = mx.contiguous(split.transpose(2, 0, 3, 1, 4))
         if self.rotate is not None:
@@ -109,14 +100,12 @@ class BertLayer:
 
 
 def make_dense(weights: Mapping[str, mx.array], name: str) -> Dense:
-    """Make a linear layer from the weight `name`.weight and, if there is one, `name`.bias."""
     return Dense(weights[f"{name}.weight"].T, weights.get(f"{name}.bias"))
 
 
 def make_norm(
     weights: Mapping[str, mx.array], name: str, choice: Arithmetic, epsilon: float
 ) -> Norm:
-    """Make a normalization from the weight `name`.weight and, if there is one, `name`.bias."""
     return Norm(weights[f"{name}.weight"], weights.get(f"{name}.bias"), epsilon, choice.normalize)
 
 
@@ -127,7 +116,7 @@ def make_layer(
     epsilon: float,
     rotate: Rotation | None = None,
 ) -> BertLayer:
-    """Make a layer from its weights, named as in the checkpoint below `encoder.layer.N.`."""
+    """Make a layer from its weights, named without the prefix `encoder.layer.N.`."""
 
     scales = {"query": choice.query_scale, "key": 1.0, "value": 1.0}
     qkv = {
@@ -155,7 +144,7 @@ def make_layer(
 
 POSITIONS: Final = "embeddings.position_embeddings.weight"
 TYPES: Final = "embeddings.token_type_embeddings.weight"
-# Names of buffers, and prefixes of parts above the encoder in checkpoints saved with a head.
+# Ignored weights: buffers, and the heads of task models.
 IGNORED: Final = (
     "embeddings.position_ids",
     "embeddings.token_type_ids",
@@ -168,7 +157,7 @@ IGNORED: Final = (
 
 @dataclass(frozen=True, slots=True)
 class BertConfig:
-    """The values of config.json that results depend on."""
+    """The settings in config.json that affect results."""
 
     vocabulary: int
     dimensions: int
@@ -181,16 +170,15 @@ class BertConfig:
     epsilon: float
     activation: str
     quantization: Mapping[str, Any]
-    # Set for rotary families: the base of the rotations, and the divisor of positions.
+    # None if positions are embeddings, not rotations.
     theta: float | None = None
-    factor: float = 1.0
+    factor: float = 1.0  # divides positions before the rotation
     is_gated: bool = False
-    unbiased: tuple[str, ...] = ()  # prefixes of the names of products without a bias
+    unbiased: tuple[str, ...] = ()  # prefixes of linear layers without a bias
 
 
 def modern_name(name: str) -> str:
-    """Return the current name of a weight that may have an older name."""
-    # Checkpoints from before 2019, such as bert-base-uncased, have older names.
+    # Checkpoints from before 2019, such as bert-base-uncased, name these weights differently.
     for old, new in ((".gamma", ".weight"), (".beta", ".bias")):
         if name.endswith(f"LayerNorm{old}"):
             return name.removesuffix(old) + new
@@ -198,7 +186,6 @@ def modern_name(name: str) -> str:
 
 
 def read_config(checkpoint: Checkpoint, raw: Mapping[str, Any]) -> BertConfig:
-    """Read config.json's keys, refusing values that this encoder does not support."""
     kind = raw.get("position_embedding_type") or "absolute"
     if kind != "absolute":
         raise checkpoint.failed(f"config.json: position_embedding_type `{kind}` is not supported")
@@ -225,9 +212,6 @@ def read_config(checkpoint: Checkpoint, raw: Mapping[str, Any]) -> BertConfig:
 def read_activation(
     checkpoint: Checkpoint, raw: Mapping[str, Any], key: str, unsupported: Sequence[str] = ()
 ) -> str:
-    """Return the activation that a key of config.json names. Raises ModelLoadFailed for an unknown
-    activation, and for a key among `unsupported` that is set.
-    """
     for name in unsupported:
         if raw.get(name):
             raise checkpoint.failed(f"config.json: {name} is not supported for this architecture")
@@ -240,7 +224,6 @@ def read_activation(
 
 
 def weight_shapes(config: BertConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every weight that the encoder needs, by its name."""
     d, i = config.dimensions, config.intermediate
     shapes: dict[str, tuple[int, ...]] = {
         "embeddings.word_embeddings.weight": (config.vocabulary, d),
@@ -273,10 +256,7 @@ def weight_shapes(config: BertConfig) -> dict[str, tuple[int, ...]]:
 
 
 class Bert:
-    """The BERT encoder, from (rows, tokens) ids to (rows, tokens, dimensions) hidden states.
-
-    Its weights are read when its parameters are first evaluated.
-    """
+    """The BERT encoder: (rows, tokens) ids to (rows, tokens, dimensions) hidden states."""
 
     prefix = "bert."
 
@@ -303,7 +283,7 @@ class Bert:
         self._words = weights["embeddings.word_embeddings.weight"]
         none = mx.zeros((1, config.dimensions), weights_dtype)
         types = weights.get(TYPES, none)
-        # Positions include the vector of type 0, which most tokens have; type 1 adds a difference.
+        # Most tokens have type 0, so its vector is added to all positions in advance.
         self._positions = weights.get(POSITIONS, none) + types[0]
         self._second = types[1] - types[0] if config.token_types > 1 else None
         self._norm = make_norm(weights, "embeddings.LayerNorm", choice, config.epsilon)
@@ -325,7 +305,6 @@ class Bert:
     def __call__(
         self, tokens: mx.array, mask: mx.array | None, types: mx.array | None = None
     ) -> Iterator[mx.array]:
-        """Yield the states after the embedding and after each layer."""
         rows, length = tokens.shape
         shape = (rows, length, self.dimensions)
         bias = None
@@ -341,7 +320,6 @@ class Bert:
             yield x.reshape(shape)
 
     def parameters(self) -> list[mx.array]:
-        """List every array of the encoder."""
         parts = [self._words, self._positions, self._second, self._norm, self._layers]
         return arrays_of(parts)
 
@@ -350,7 +328,6 @@ class Bert:
 
     @classmethod
     def read_max_tokens(cls, checkpoint: Checkpoint, raw: Mapping[str, Any]) -> int:
-        """Return the `max_tokens` of the encoder with this config.json."""
         return cls._max_tokens(cls._read_config(checkpoint, raw))
 
     @staticmethod
@@ -369,9 +346,7 @@ class Bert:
 class Roberta(Bert):
     """RoBERTa, XLM-RoBERTa and CamemBERT: BERT whose positions start after the padding id.
 
-    Source: transformers, models/roberta/modeling_roberta.py, create_position_ids_from_input_ids: a
-    real token's position is its rank among the row's non-padding tokens plus the padding id; a
-    padding token's position is the padding id.
+    Source: transformers, models/roberta/modeling_roberta.py, create_position_ids_from_input_ids.
     """
 
     prefix = "roberta."
@@ -385,8 +360,7 @@ class Roberta(Bert):
 
 
 def position_ids(tokens: mx.array, padding_id: int) -> mx.array:
-    """Number the real tokens of each row from padding_id + 1; padding stays at padding_id."""
-    # The ids decide, not the mask: as in transformers, a padding token inside a text isn't counted
-    # either.
+    """Number each row's real tokens from padding_id + 1; padding tokens get padding_id."""
+    # As in transformers, a padding token inside a text isn't counted either.
     real = (tokens != padding_id).astype(mx.int32)
     return mx.cumsum(real, axis=1) * real + padding_id

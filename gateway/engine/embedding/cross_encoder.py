@@ -45,12 +45,13 @@ from gateway.errors import ContextLengthExceeded
 from gateway.jobs.rerank import Pair
 
 Pooling = Literal["cls", "mean"]
-_TASK: Final = ("sequence-classification", "scores")  # transformer_task, module_output_name
+# Values of transformer_task and module_output_name.
+_TASK: Final = ("sequence-classification", "scores")
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """A classification head: pool, dense, activation, norm if any, out. Returns logits."""
+    """A classification head, which maps hidden states to logits."""
 
     pooling: Pooling
     dense: Dense
@@ -69,7 +70,7 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class HeadNames:
-    """The names of a head's weights in transformers' …ForSequenceClassification."""
+    """The names of a head's weights in transformers."""
 
     dense: str
     out: str
@@ -77,7 +78,7 @@ class HeadNames:
 
 
 _OF_ROBERTA: Final = HeadNames("classifier.dense", "classifier.out_proj")
-# The keys are config.json's model_type.
+# The keys are values of model_type in config.json.
 HEADS: Final = {
     "bert": HeadNames("bert.pooler.dense", "classifier"),
     "roberta": _OF_ROBERTA,
@@ -89,7 +90,7 @@ assert HEADS.keys() <= ENCODERS.keys()
 
 
 class CrossEncoderEngine(EncoderEngine):
-    """One loaded reranker. Except for `encode_pairs`, use it only on the thread that loaded it."""
+    """A loaded reranker. Only `encode_pairs` is safe on any thread."""
 
     result = "score"
 
@@ -106,17 +107,15 @@ class CrossEncoderEngine(EncoderEngine):
     ) -> None:
         super().__init__(name, encoder, device=device, max_tokens=max_tokens)
         self.tokenizer = tokenizer
-        self.labels = int(head.out.weight.shape[1])  # the number of logits in a row
+        self.labels = int(head.out.weight.shape[1])
         self._head = head
         self._template = template
 
     def close(self) -> None:
-        """Release every array."""
         del self._head
         super().close()
 
     def nbytes(self) -> int:
-        """Count the bytes of the weights."""
         return super().nbytes() + sum(array.nbytes for array in arrays_of(self._head))
 
     def encode_pairs(
@@ -127,16 +126,11 @@ class CrossEncoderEngine(EncoderEngine):
         max_document_tokens: int | None = None,
         instruction: str | None = None,
     ) -> list[Pair]:
-        """Tokenize a query once, and join it with each document. Safe on any thread.
+        """Join a query with each document, after cutting documents that are too long.
 
-        A document is cut to `max_document_tokens`, and further if the pair would exceed
-        `max_tokens`. The query is never cut. `instruction` is ignored. Raises ContextLengthExceeded
-        for a query that leaves no room for a token of a document.
+        Raises ContextLengthExceeded if the query leaves no room for a document.
         """
-        # sentence-transformers cuts the longer of the two texts, token by token
-        # (base/modules/transformer.py, truncation="longest_first"). That may cut the query, without
-        # which no document can be judged. Where it would cut only documents, the results here
-        # are the same.
+        # sentence-transformers may cut the query too (truncation="longest_first").
         [first] = self.tokenizer.encode([query], with_specials=False)
         room = self.max_tokens - self._template.specials - len(first)
         if room < 1:
@@ -152,10 +146,9 @@ class CrossEncoderEngine(EncoderEngine):
         ]
 
     def score(self, rows: Sequence[Pair]) -> Results:
-        """Return (rows, labels): each pair's raw logits, which don't depend on the other pairs.
+        """Return each pair's raw logits, (rows, labels), independent of the other pairs.
 
-        Raises ContextLengthExceeded and BadRequest for a pair the model cannot read; EngineFailed,
-        naming the model and the row, for a score that is not finite.
+        Raises ContextLengthExceeded, BadRequest, or EngineFailed for a score that is not finite.
         """
         lead, starts = self._template.lead, None
         if lead is not None:
@@ -164,7 +157,6 @@ class CrossEncoderEngine(EncoderEngine):
 
     @unfused()
     def probe(self) -> None:
-        """Score a made-up pair. Raises the device's error."""
         self.score(self.encode_pairs("Hello", ["Hello"]))
 
     def _finish(self, hidden: mx.array, counts: mx.array, mask: mx.array | None) -> mx.array:
@@ -179,11 +171,9 @@ def load_cross_encoder_in_steps(
     dtype: str | None = None,
     max_context: int | None = None,
 ) -> Generator[CrossEncoderEngine | None]:
-    """Load a reranker from a folder of safetensors. Raises ModelLoadFailed.
+    """Load a reranker from a folder of safetensors; the last step yields the engine.
 
-    There is a step for the tokenizer and one for each slice of the weights, as in
-    `load_embedding_in_steps`. The last step yields the engine. `max_context` can only lower the
-    limit of the model's files.
+    `max_context` can only lower the limit in the model's files. Raises ModelLoadFailed.
     """
     checkpoint = Checkpoint(name, folder)
     inner = find_transformer(checkpoint)
@@ -209,13 +199,13 @@ def load_cross_encoder_in_steps(
 
 
 def read_cross_context(folder: Path, max_context: int | None) -> int:
-    """Return the `max_tokens` that this folder's engine would have. Raises ModelLoadFailed."""
+    """Return the `max_tokens` of a folder's engine. Raises ModelLoadFailed."""
     inner = find_transformer(Checkpoint(folder.name, folder))
     return read_encoder_context(inner, read_transformer_settings(inner, *_TASK), max_context)
 
 
 def find_transformer(checkpoint: Checkpoint) -> Checkpoint:
-    """Return the folder of modules.json's only module, or this folder if there is no such file."""
+    """Return the folder of modules.json's only module, or this folder without modules.json."""
     modules = checkpoint.read_modules()
     if modules is None:
         return checkpoint
@@ -228,15 +218,13 @@ def find_transformer(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _refuse_other_tasks(checkpoint: Checkpoint, config: Mapping[str, Any]) -> None:
-    """Raise ModelLoadFailed for a model without a known head, or with a head for another task,
-    whose weights may have the same names.
-    """
     kind = config.get("model_type")
     if kind not in HEADS:
         raise checkpoint.failed(
             f"its architecture, `{kind}`, is not supported for reranking: "
             f"supported are {', '.join(HEADS)}"
         )
+    # Heads for other tasks may have weights with the same names.
     for task in config.get("architectures") or ():
         if not str(task).endswith("ForSequenceClassification"):
             raise checkpoint.failed(
@@ -248,7 +236,6 @@ def _refuse_other_tasks(checkpoint: Checkpoint, config: Mapping[str, Any]) -> No
 def _open_head(
     checkpoint: Checkpoint, config: Mapping[str, Any], device: Device, encoder: Encoder
 ) -> Head:
-    """Open the head, in the encoder's dtype. The weights are read when first evaluated."""
     names = HEADS[config["model_type"]]
     d = encoder.dimensions
     weights_dtype = encoder.parameters()[0].dtype
@@ -262,7 +249,7 @@ def _open_head(
         f"{names.out}.weight": (labels, d),
         f"{names.out}.bias": (labels,),
     }
-    # In ModernBERT's head only the last layer has a bias, unless `classifier_bias` is set.
+    # Without `classifier_bias`, only the last layer of ModernBERT's head has a bias.
     if names.norm is None or config.get("classifier_bias"):
         shapes[f"{names.dense}.bias"] = (d,)
     if names.norm is not None:

@@ -1,8 +1,4 @@
-"""Embedding models built on a decoder (Qwen3-Embedding, EmbeddingGemma), through mlx_lm's classes.
-
-With causal attention, padding on the right has no effect on real tokens. Some decoders were
-retrained so that tokens also see later tokens, which a key of config.json states.
-"""
+"""Embedding models built on a decoder (Qwen3-Embedding, EmbeddingGemma), run by mlx-lm."""
 
 from collections.abc import Generator, Iterator, Mapping
 from math import sqrt
@@ -23,9 +19,9 @@ from gateway.engine.models.decoders import (
 )
 from gateway.engine.models.missing_kernels import Report, replace_missing
 
-SAME_AS: Final = {"eurobert": "llama"}  # architectures that mlx-lm has under another name
-# For each key, the value that means causal attention, and the families for which another value is
-# supported: transformers follows the key there, and mlx-lm's class takes the mask from the caches.
+SAME_AS: Final = {"eurobert": "llama"}  # the architecture in mlx-lm, if its name differs
+# The value of each key that means causal attention, and the families where other values are
+# supported.
 _AHEAD: Final = {
     "is_causal": (True, LLAMAS),
     "use_bidirectional_attention": (False, ("gemma3_text",)),
@@ -34,7 +30,7 @@ _AHEAD: Final = {
 
 
 class BothWays:
-    """Replaces a layer's cache. Stores nothing, and makes masks for tokens that look ahead."""
+    """A replacement for a layer's cache, for attention to earlier and later tokens."""
 
     offset = 0
 
@@ -44,9 +40,7 @@ class BothWays:
     def make_mask(
         self, tokens: int, return_array: bool = False, window_size: int | None = None
     ) -> mx.array | None:
-        """Return a mask of the tokens that each token sees, (rows or 1, 1, tokens or 1, tokens);
-        None if every token sees all tokens.
-        """
+        """Return the visible tokens, (rows or 1, 1, tokens or 1, tokens); None if all are."""
         seen = None if self._mask is None else self._mask[:, None, None, :]
         if window_size is None or tokens <= window_size // 2 + 1:
             return seen
@@ -55,7 +49,7 @@ class BothWays:
         near = distance <= window_size // 2
         if seen is None:
             return near
-        # Padding sees itself: a token that sees nothing would become NaN.
+        # A row without visible tokens would become NaN, so padding tokens see themselves.
         return (near & seen) | (distance == 0)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
@@ -63,10 +57,7 @@ class BothWays:
 
 
 class Decoder:
-    """A decoder without its head: (rows, tokens) ids to hidden states after the last norm.
-
-    Its weights are read when its parameters are first evaluated.
-    """
+    """A decoder without a head: (rows, tokens) ids to (rows, tokens, dimensions) states."""
 
     def __init__(
         self, checkpoint: Checkpoint, raw: Mapping[str, Any], device: Device, dtype: str | None
@@ -100,11 +91,9 @@ class Decoder:
     def __call__(
         self, tokens: mx.array, mask: mx.array | None, types: mx.array | None = None
     ) -> Iterator[mx.array]:
-        """Yield the hidden states. `mask` matters only to a model that looks ahead."""
         yield self._hidden(tokens, mask)
 
     def parameters(self) -> list[mx.array]:
-        """List every array of the decoder."""
         return parameters(self._model)
 
     def replace_missing(self, name: str, device: Device, report: Report | None) -> Generator[None]:
@@ -116,8 +105,7 @@ class Decoder:
         if self._looks_ahead:
             arguments["cache"] = [BothWays(mask)] * len(self._states.layers)
         if self._rounding is not None:
-            # mlx-lm rounds the factor of Gemma's embeddings to bfloat16, whatever type the weights
-            # have; transformers doesn't.
+            # mlx-lm rounds this factor of Gemma's embeddings to bfloat16; transformers doesn't.
             arguments["input_embeddings"] = self._states.embed_tokens(tokens) * self._rounding
         states = self._states(tokens, **arguments)
         assert isinstance(states, mx.array)
@@ -125,9 +113,6 @@ class Decoder:
 
 
 def _looks_ahead(checkpoint: Checkpoint, raw: Mapping[str, Any], window: int | None) -> bool:
-    """Return True if a decoder was retrained to look ahead. Raises ModelLoadFailed if it does so in
-    a way that is not supported.
-    """
     kind = raw.get("model_type")
     is_ahead = kind == "eurobert"
     for key, (causal, kinds) in _AHEAD.items():
@@ -142,10 +127,6 @@ def _looks_ahead(checkpoint: Checkpoint, raw: Mapping[str, Any], window: int | N
 
 
 def _headless_classes(config: dict[str, Any]) -> tuple[type[Module], type]:
-    """Return mlx_lm's classes for this config, changed to have no head and to rename weights.
-
-    Embedding checkpoints are saved from the bare model: no head, and no `model.` before names.
-    """
     config["model_type"] = SAME_AS.get(config["model_type"], config["model_type"])
     for key in _AHEAD:  # the masks come from `BothWays`
         config.pop(key, None)
@@ -154,6 +135,7 @@ def _headless_classes(config: dict[str, Any]) -> tuple[type[Module], type]:
     class Headless(whole):  # type: ignore[misc, valid-type]
         def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
             weights = {n: a for n, a in weights.items() if not n.startswith(INSIDE)}
+            # Embedding checkpoints are saved without the prefix.
             if not any(name.startswith("model.") for name in weights):
                 weights = {f"model.{name}": array for name, array in weights.items()}
             if hasattr(whole, "sanitize"):

@@ -1,6 +1,4 @@
-"""A loaded encoder, run over batches of rows that are cut into passes. Subclasses turn hidden
-states into results; the subclass for embedding models is here: texts → token ids → vectors.
-"""
+"""Embedding models, and the passes that an encoder runs over batches."""
 
 from abc import ABC, abstractmethod
 from bisect import bisect_left
@@ -46,18 +44,16 @@ if TYPE_CHECKING:
     from gateway.engine.embedding.decoder import Decoder
     from gateway.engine.models.missing_kernels import Report
 
-# A pass of more than about 500 tokens gains nothing on a CPU: its buffers outgrow the cache.
+# On a CPU, the buffers of a larger pass exceed the processor's cache.
 SLICE_TOKENS: Final = 512
-# Multiply-adds below which a second thread costs more than it saves: starting it takes 0.4 ms.
+# Multiply-adds that are worth a thread, which takes 0.4 ms to start.
 WORTH_A_THREAD: Final = 30_000_000
-_TASK: Final = ("feature-extraction", "token_embeddings")  # transformer_task, module_output_name
+# Values of transformer_task and module_output_name.
+_TASK: Final = ("feature-extraction", "token_embeddings")
 
 
 def bucket(length: int) -> int:
-    """Round a length up to a multiple of 8 or, above 64, to a width at most a quarter larger.
-
-    Most texts are short, and steps of 8 waste least for them. Up to 512 there are 20 widths.
-    """
+    """Round a length up to a multiple of 8 and, above 64, by at most a quarter."""
     step = 8
     if length > 64:
         step = 1 << (length - 1).bit_length() - 3
@@ -65,16 +61,15 @@ def bucket(length: int) -> int:
 
 
 def worthwhile_threads(tokens: int, weights: int, threads: int) -> int:
-    """Return how many threads should share a pass that multiplies tokens with weights."""
     return max(1, min(threads, tokens * weights // WORTH_A_THREAD))
 
 
 def slice_rows(lengths: Sequence[int], threads: int) -> list[int]:
-    """Cut rows, shortest first, into runs for one pass each; return the number of rows in each run.
+    """Divide rows, sorted by length, into passes; return the number of rows in each pass.
 
-    A run's cost, the number of rows times the longest row, is at most SLICE_TOKENS unless one row
-    is longer. The least multiple of `threads` that allows this bounds the number of runs, and the
-    most expensive run is as cheap as possible. No row is divided.
+    A pass costs its rows times its longest row: at most SLICE_TOKENS, unless one row is longer. Use
+    as few passes as possible, rounded up to a multiple of `threads`, and make the most expensive
+    pass as cheap as possible.
     """
     costs = range(lengths[-1], len(lengths) * lengths[-1] + 1)
     row_count = threads
@@ -86,7 +81,6 @@ def slice_rows(lengths: Sequence[int], threads: int) -> list[int]:
 
 
 def _runs(lengths: Sequence[int], cost: int) -> list[int]:
-    """Fill runs that cost at most `cost` with the rows in order; return their sizes."""
     runs = [0]
     for length in lengths:
         if (runs[-1] + 1) * length <= cost:
@@ -99,7 +93,7 @@ def _runs(lengths: Sequence[int], cost: int) -> list[int]:
 def in_step(
     passes: Sequence[Iterator[mx.array]], streams: Sequence[mx.Stream]
 ) -> Iterator[list[mx.array]]:
-    """Advance passes of equal depth together, by one layer at a time, each on its stream."""
+    """Advance passes of equal depth together, layer by layer, each on its own stream."""
     while True:
         states: list[mx.array] = []
         for one, stream in zip(passes, cycle(streams), strict=False):
@@ -114,7 +108,7 @@ Results = npt.NDArray[np.float32]
 
 
 class Encoder(Protocol):
-    """Maps token ids to hidden states: one of our encoders, or a decoder without its head."""
+    """A map from token ids to hidden states."""
 
     dimensions: int
     vocabulary: int
@@ -124,17 +118,17 @@ class Encoder(Protocol):
     def __call__(
         self, tokens: mx.array, mask: mx.array | None, types: mx.array | None = None
     ) -> Iterator[mx.array]:
-        """Yield (rows, tokens, dimensions) after each layer; the last array has the hidden states.
+        """Yield (rows, tokens, dimensions) after each layer, and finally the hidden states.
 
-        `mask` is true at real tokens, None if all are; `types` is true at tokens of type 1, None
-        if all are of type 0.
+        `mask` is true at real tokens, or None if all are real. `types` is true at tokens of type 1,
+        or None if there are none.
         """
 
     def parameters(self) -> list[mx.array]:
         """List every array of the encoder."""
 
 
-# The keys are config.json's model_type.
+# The keys are values of model_type in config.json.
 ENCODERS: Final[dict[str, type[Bert] | type[ModernBert]]] = {
     "bert": Bert,
     "roberta": Roberta,
@@ -149,22 +143,21 @@ ENCODERS: Final[dict[str, type[Bert] | type[ModernBert]]] = {
 
 
 class EncoderEngine(ABC):
-    """One loaded encoder, run over batches. Call it only on the thread that loaded it."""
+    """A loaded encoder that runs batches, on the thread that loaded it."""
 
-    result: ClassVar[str]  # the noun for a row's result, for messages
+    result: ClassVar[str]  # the word for a row's result in messages
 
     def __init__(self, name: str, encoder: Encoder, *, device: Device, max_tokens: int) -> None:
         self.name = name
         self.max_tokens = max_tokens
         self._encoder = encoder
         self._on_cpu = device is Device.CPU
-        # Each token is multiplied by all weights except the embeddings, where it is only looked up.
+        # Each token is multiplied by all weights but the embeddings.
         table = encoder.vocabulary * encoder.dimensions
         self._weights = sum(array.size for array in encoder.parameters()) - table
 
     @property
     def dtype(self) -> mx.Dtype:
-        """Return the type of the model's floating weights."""
         dtypes = (array.dtype for array in self._encoder.parameters())
         return next((dtype for dtype in dtypes if mx.issubdtype(dtype, mx.floating)), mx.float32)
 
@@ -173,30 +166,20 @@ class EncoderEngine(ABC):
         return self._encoder.vocabulary
 
     def close(self) -> None:
-        """Release every array."""
         del self._encoder
         clear_cache()
 
     def nbytes(self) -> int:
-        """Count the bytes of the weights."""
         return sum(array.nbytes for array in self._encoder.parameters())
 
     @abstractmethod
     def _finish(self, hidden: mx.array, counts: mx.array, mask: mx.array | None) -> mx.array:
-        """Map the last hidden states, (rows, tokens, dimensions), to one float32 result per row.
-
-        `counts` has each row's number of real tokens; `mask` is true at them, None if all are real.
-        """
+        """Map the last hidden states to one float32 result per row."""
 
     def _run(
         self, rows: Sequence[Sequence[int]], width: int, starts: Sequence[int] | None = None
     ) -> Results:
-        """Return (rows, width): each row's result, which does not depend on the other rows.
-
-        A row is token ids, special tokens included. `starts`, if given, are the places where token
-        type 1 begins in the rows. Raises ContextLengthExceeded and BadRequest for a row the model
-        cannot read; EngineFailed, naming the model and the row, for a result that is not finite.
-        """
+        """Return each row's result, (rows, width), with token type 1 from `starts` on."""
         if not rows:
             return np.zeros((0, width), dtype=np.float32)
         self._check(rows)
@@ -216,20 +199,17 @@ class EncoderEngine(ABC):
         return results
 
     def _threads(self, tokens: int) -> int:
-        """Return how many threads share a pass; a GPU needs one."""
         if not self._on_cpu:
             return 1
         return worthwhile_threads(tokens, self._weights, cpu_threads())
 
     def _run_passes(self, passes: Sequence[Iterator[mx.array]], threads: int) -> Results:
-        """Run the passes concurrently: each CPU stream is a thread, and BLAS is single-threaded."""
         streams = [mx.default_stream(mx.default_device())]
         if len(passes) > 1:
             streams = cpu_streams(min(threads, len(passes)))
         states: list[mx.array] = []
         with single_threaded_blas() if len(streams) > 1 else nullcontext():
-            # Python builds a layer while the CPU computes the one before. mlx queues only about
-            # fifty operations ahead: a pass built as a whole would not run beside the others.
+            # mlx queues only about fifty operations ahead, so each stream gets one layer at a time.
             for states in in_step(passes, streams):
                 if self._on_cpu:
                     mx.async_eval(states)  # type: ignore[no-untyped-call]
@@ -239,10 +219,9 @@ class EncoderEngine(ABC):
     def _forward(
         self, rows: Sequence[Sequence[int]], starts: Sequence[int] | None = None
     ) -> Iterator[mx.array]:
-        """Yield the hidden states after each layer, and finally the rows' results."""
         lengths = [len(row) for row in rows]
         longest = max(lengths)
-        # A GPU's buffers are reused if shapes recur; on a CPU a pass has the exact width instead.
+        # A GPU reuses buffers of equal shapes.
         width = longest if self._on_cpu else min(bucket(longest), self._encoder.max_tokens)
         padded = np.full((len(rows), width), self._encoder.padding_id, dtype=np.int32)
         for index, row in enumerate(rows):
@@ -256,7 +235,7 @@ class EncoderEngine(ABC):
         yield self._finish(hidden, counts, mask)
 
     def _check(self, rows: Sequence[Sequence[int]]) -> None:
-        """Raise for rows that would read outside the embeddings: mlx does not check bounds."""
+        # mlx would read outside the embeddings: it does not check bounds.
         longest = max(map(len, rows))
         if longest > self.max_tokens:
             raise ContextLengthExceeded(self.max_tokens, longest, noun="input")
@@ -274,7 +253,6 @@ class EncoderEngine(ABC):
         self._refuse(~np.isfinite(results).all(axis=1), "is not finite")
 
     def _refuse(self, is_broken: Any, problem: str) -> None:
-        """Raise EngineFailed naming the broken rows, if there are any."""
         if is_broken.any():
             broken = join_names([str(index) for index in np.flatnonzero(is_broken)])
             raise EngineFailed(self.name, f"the {self.result} of row {broken} {problem}")
@@ -283,10 +261,7 @@ class EncoderEngine(ABC):
 def open_encoder(
     checkpoint: Checkpoint, config: Mapping[str, Any], device: Device, dtype: str | None
 ) -> Encoder:
-    """Open the encoder that a config names. Its weights are read when first evaluated.
-
-    Raises ModelLoadFailed.
-    """
+    """Open the encoder that a config names, without reading its weights."""
     kind = config.get("model_type")
     if not isinstance(kind, str):
         raise checkpoint.failed("config.json has no model_type")
@@ -311,10 +286,7 @@ def _find_decoder(checkpoint: Checkpoint, kind: str) -> "type[Decoder]":
 
 
 def read_transformer_settings(checkpoint: Checkpoint, task: str, output: str) -> dict[str, Any]:
-    """Read sentence_bert_config.json, or one of its older names, refusing unsupported values.
-
-    `task` and `output` are the supported values of transformer_task and module_output_name.
-    """
+    """Read sentence_bert_config.json, or its older names, and refuse unsupported values."""
     files = sorted(path.name for path in checkpoint.folder.glob("sentence_*_config.json"))
     settings = checkpoint.read_object(files[0]) if files else {}
     for key, served in (
@@ -331,7 +303,7 @@ def read_transformer_settings(checkpoint: Checkpoint, task: str, output: str) ->
 def read_max_tokens(
     checkpoint: Checkpoint, positions: int, settings: Mapping[str, Any], asked: int | None
 ) -> int:
-    """Return the least of the limits in the model's files, its positions, and `asked`."""
+    """Return the lowest of the model files' limits, `positions` and `asked`."""
     stated = {"max_seq_length": settings.get("max_seq_length")}
     if stated["max_seq_length"] is None:
         config = checkpoint.read_object("tokenizer_config.json")
@@ -345,9 +317,7 @@ def read_max_tokens(
 
 
 def read_encoder_context(folder: Checkpoint, limits: Mapping[str, Any], asked: int | None) -> int:
-    """Return the `max_tokens` that the engine of an encoder's folder would have, special tokens
-    included. No weights are read. Raises ModelLoadFailed.
-    """
+    """Return the `max_tokens` of an encoder's folder, special tokens included."""
     config = folder.read_object("config.json")
     encoder = ENCODERS.get(str(config.get("model_type")))
     with folder.reading_config():
@@ -358,7 +328,7 @@ def read_encoder_context(folder: Checkpoint, limits: Mapping[str, Any], asked: i
 def read_embedding_context(
     folder: Path, max_context: int | None, pooling: str | None, normalize: bool | None
 ) -> int:
-    """Return the `max_tokens` that this folder's engine would have. Raises ModelLoadFailed."""
+    """Return the `max_tokens` of a folder's engine. Raises ModelLoadFailed."""
     checkpoint = Checkpoint(folder.name, folder)
     inner = checkpoint.inside(read_recipe(checkpoint, pooling, normalize).transformer)
     return read_encoder_context(inner, read_transformer_settings(inner, *_TASK), max_context)
@@ -368,7 +338,7 @@ Vectors = npt.NDArray[np.float32]
 
 
 class EmbeddingEngine(EncoderEngine):
-    """One loaded embedding model. Except for `encode`, use it only on the thread that loaded it."""
+    """A loaded embedding model. Only its tokenization is safe on any thread."""
 
     result = "vector"
 
@@ -397,36 +367,33 @@ class EmbeddingEngine(EncoderEngine):
         self._projections = projections
 
     def close(self) -> None:
-        """Release every array."""
         self._projections = ()
         super().close()
 
     def nbytes(self) -> int:
-        """Count the bytes of the weights."""
         return super().nbytes() + sum(a.nbytes for a in arrays_of(list(self._projections)))
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Tokenize texts, special tokens included. Safe on any thread."""
+        """Return texts' token ids, special tokens included. Safe on any thread."""
         return self.tokenizer.encode(texts)
 
     def encode_start(self, texts: Sequence[str]) -> list[list[int]]:
-        """Tokenize as much as `truncate` needs: of a long text, perhaps only the beginning."""
+        """Return each text's ids, but of a long text only as many as `truncate` needs."""
         return self.tokenizer.encode_start(texts, self.max_tokens)
 
     def truncate(self, tokens: Sequence[int], limit: int | None = None) -> list[int]:
-        """Cut one input to `limit`, by default `max_tokens`, as sentence-transformers would."""
+        """Cut one input to `limit` tokens (`max_tokens` if None), keeping its special tokens."""
         return self.tokenizer.truncate(tokens, limit or self.max_tokens)
 
     def shorten(self, vectors: Vectors, dimensions: int) -> Vectors:
-        """Keep the first `dimensions` of each vector; normalize again if the recipe normalizes."""
+        """Keep each vector's first `dimensions`; normalize again if the model normalizes."""
         return shorten(vectors, dimensions, normalize=self._recipe.normalize)
 
     def embed(self, rows: Sequence[Sequence[int]]) -> Vectors:
-        """Return (rows, dimensions): each row's vector, which does not depend on the other rows.
+        """Return each row's vector, (rows, dimensions), independent of the other rows.
 
-        A row is the token ids of one text, special tokens included. Raises ContextLengthExceeded
-        and BadRequest for a row the model cannot read; EngineFailed, naming the model and the row,
-        for a vector that is not finite or has length zero.
+        Raises ContextLengthExceeded, BadRequest, or EngineFailed for a vector that is zero or not
+        finite.
         """
         return self._run(rows, self.dimensions)
 
@@ -436,7 +403,6 @@ class EmbeddingEngine(EncoderEngine):
 
     @unfused()
     def probe(self) -> None:
-        """Embed a made-up word. Raises the device's error."""
         self.embed(self.encode(["Hello"]))
 
     def _finish(self, hidden: mx.array, counts: mx.array, mask: mx.array | None) -> mx.array:
@@ -460,15 +426,11 @@ def load_embedding_in_steps(
     prompts: Mapping[str, str] | None = None,
     report: "Report | None" = None,
 ) -> Generator[EmbeddingEngine | None]:
-    """Load an embedding model from a folder of safetensors. Raises ModelLoadFailed.
+    """Load an embedding model from a folder of safetensors; the last step yields the engine.
 
-    There is a step for the tokenizer and one for each slice of the weights, as in
-    `load_generation_in_steps`; the last step yields the engine.
-
-    `pooling` (mean, cls, last) and `normalize` are needed if the folder has no modules.json, and
-    override that file if there is one. `max_context` can only lower the model's limit. `prompts`,
-    if not empty, replace the model's prompts. `report` is called with a decoder's quantized weights
-    that are dequantized because the device has no kernel for them.
+    `pooling` (mean, cls, last), `normalize` and non-empty `prompts` override the folder's settings.
+    `max_context` can only lower the model's limit. `report` is called with quantized weights that
+    the device has no kernel for. Raises ModelLoadFailed.
     """
     checkpoint = Checkpoint(name, folder)
     recipe = read_recipe(checkpoint, pooling, normalize)
@@ -482,7 +444,7 @@ def load_embedding_in_steps(
     encoder = open_encoder(inner, inner.read_object("config.json"), device, dtype)
     projections = read_projections(checkpoint, recipe, encoder.dimensions)
     yield from read_in_slices(inner, [*encoder.parameters(), *arrays_of(projections)])
-    # Only a decoder has this method. Others don't need mlx-lm, which takes a second to import.
+    # Decoder isn't imported here: mlx-lm takes a second to import.
     if hasattr(encoder, "replace_missing"):
         yield from encoder.replace_missing(name, device, report)
     yield EmbeddingEngine(

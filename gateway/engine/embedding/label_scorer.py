@@ -1,9 +1,6 @@
-"""Rerankers on a causal model: the score is the log-odds of two labels after a prompt.
+"""Rerankers on a causal model, whose score is the log-odds of two labels after a prompt.
 
-The query and the document are part of the prompt. The score is the difference of the two labels'
-logits at the prompt's end. It takes one product with the difference of two rows of the output
-matrix, instead of a product with the whole matrix. Source: Qwen3-Reranker's model card, whose
-recipe is the default.
+Source: the model card of Qwen3-Reranker.
 """
 
 import re
@@ -30,10 +27,9 @@ from gateway.errors import ContextLengthExceeded
 from gateway.jobs import TokenIds, Vectors
 from gateway.jobs.rerank import Pair
 
-# A prefix that prompts share is computed in a pass of its own if that saves this many tokens.
+# A shared prefix is computed separately if that saves at least this many tokens.
 LEAST_SAVED: Final = 64
-# The longest prefix that is kept for the next pass. At 512 tokens Qwen3-Reranker-0.6B (28 layers,
-# keys and values, 8 heads of 128) has 59 MB of KV in 16 bits, and 117 MB in float32 on a CPU.
+# The longest prefix kept between calls, 59 MB of 16-bit KV for Qwen3-Reranker-0.6B.
 KEPT_TOKENS: Final = 512
 _KVCache: Any = KVCache  # untyped in mlx-lm
 _layers: Any = nn
@@ -41,13 +37,10 @@ _layers: Any = nn
 
 @dataclass(frozen=True, slots=True)
 class LabelRecipe:
-    """A prompt with `{instruction}`, `{query}` and then `{document}`; the label that means
-    relevant, and perhaps a second that means irrelevant, whose logit is then subtracted; and the
-    default instruction.
-    """
+    """The prompt and the labels of a reranker."""
 
-    template: str
-    labels: Sequence[str]
+    template: str  # has `{instruction}`, `{query}` and then `{document}`
+    labels: Sequence[str]  # relevant and, optionally, irrelevant
     instruction: str = ""
 
 
@@ -65,14 +58,13 @@ QWEN3: Final = LabelRecipe(
 def label_recipe(
     labels: Sequence[str], template: str | None, instruction: str | None
 ) -> LabelRecipe:
-    """Return a recipe, with Qwen3's template and instruction for arguments that are None."""
     if instruction is None:
         instruction = QWEN3.instruction
     return LabelRecipe(template or QWEN3.template, labels, instruction)
 
 
 class LabelScorer:
-    """One loaded reranker. Except for `encode_pairs`, use it only on the thread that loaded it."""
+    """A loaded reranker. Only `encode_pairs` is safe on any thread."""
 
     def __init__(
         self,
@@ -90,7 +82,7 @@ class LabelScorer:
         self._before, after = recipe.template.split("{document}")
         [self._tail] = tokenizer.encode([after], with_specials=False)
         self._controls = tokenizer.controls
-        self.max_tokens = max_tokens  # the most tokens of a prompt
+        self.max_tokens = max_tokens
         caches = make_prompt_cache(model)
         self._shares_prefixes = all(type(layer) is KVCache for layer in caches)
         self._kv_bytes = measure_kv(model).token
@@ -108,16 +100,13 @@ class LabelScorer:
         max_document_tokens: int | None = None,
         instruction: str | None = None,
     ) -> list[Pair]:
-        """Tokenize the prompt with a query once, and join it with each document. Safe on any
-        thread.
+        """Return the prompts of a query and documents, after cutting documents that are too long.
 
-        A document is cut to `max_document_tokens`, and further if the prompt would exceed
-        `max_tokens`. The space before a document is encoded with the document, since tokenizers
-        split words there. Control tokens in the callers' texts are read as plain letters. Raises
-        ContextLengthExceeded for a query that leaves no room for a token of a document.
+        Control tokens in callers' texts are encoded as plain text. Raises ContextLengthExceeded if
+        the query leaves no room for a document.
         """
         *start, (last, _) = _fill(self._before, query, instruction or self._recipe.instruction)
-        end = last.rstrip(" ")
+        end = last.rstrip(" ")  # tokenizers join a space to the word after it
         [first] = self._controls.encode([[*start, (end, False)]])
         room = self.max_tokens - len(first) - len(self._tail)
         if room < 1:
@@ -136,9 +125,6 @@ class LabelScorer:
 
     def score(self, rows: Sequence[Pair]) -> Vectors:
         """Return the log-odds of relevance, (rows, 1) float32."""
-        # Rows with the same query share the prompt up to the document, computed once; other rows
-        # share their common prefix. The prefix is kept for the next call, since one request's rows
-        # may need several calls.
         scores = np.empty((len(rows), 1), dtype=np.float32)
         for places, shared in _group(rows):
             tokens = [rows[place].ids for place in places]
@@ -149,18 +135,16 @@ class LabelScorer:
 
     @unfused()
     def probe(self) -> None:
-        """Score a made-up pair. Raises the device's error."""
         self.score(self.encode_pairs("Hello", ["Hello"]))
 
     def nbytes(self) -> int:
-        """Count the bytes of the weights, and of the longest prefix that may be kept."""
+        """Count the bytes of the weights and of the longest kept prefix."""
         weights = sum(array.nbytes for array in parameters(self._model))
         if not self._shares_prefixes:
             return weights
         return weights + self._kv_bytes * KEPT_TOKENS
 
     def close(self) -> None:
-        """Release every array."""
         del self._model, self._head, self._kept
         clear_cache()
 
@@ -178,7 +162,7 @@ class LabelScorer:
             new = make_prompt_cache(self._model)
         shared = len(beginning.tokens)
         lengths = [len(row) - shared for row in rows]
-        # Padding is on the right, where no real token sees it.
+        # Real tokens never see padding on the right, since attention is causal.
         tokens = np.zeros((len(rows), max(lengths)), dtype=np.int32)
         for i, row in enumerate(rows):
             tokens[i, : lengths[i]] = row[shared:]
@@ -191,7 +175,6 @@ class LabelScorer:
         return np.array(scores, dtype=np.float32)
 
     def _keep(self, tokens: tuple[int, ...], caches: Sequence[Any]) -> "_Beginning":
-        """Return the caches' KV of `tokens` as a prefix; keep the prefix unless it is too long."""
         beginning = _Beginning(tokens, [_SharedPrefix(cache, len(tokens)) for cache in caches])
         evaluate([layer.state for layer in beginning.layers])
         self._kept = beginning if len(tokens) <= KEPT_TOKENS else _Beginning()
@@ -200,14 +183,14 @@ class LabelScorer:
 
 @dataclass(frozen=True, slots=True)
 class _Beginning:
-    """The tokens that prompts begin with, and their KV in each layer."""
+    """A prefix of prompts, and its KV in each layer."""
 
     tokens: tuple[int, ...] = ()
     layers: "Sequence[_SharedPrefix]" = ()
 
 
 class _SharedPrefix(_KVCache):  # type: ignore[misc]
-    """One layer's KV of the prefix that all rows of a pass share."""
+    """One layer's KV of a prefix that all rows of a pass share."""
 
     def __init__(self, layer: Any, tokens: int) -> None:
         super().__init__()
@@ -217,18 +200,18 @@ class _SharedPrefix(_KVCache):  # type: ignore[misc]
         self.offset = tokens
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        # The KV of the rows' other tokens is not kept: it would be many times that of the prefix.
+        # Only the prefix is stored: the rows' own KV would need much more memory.
         return _append(self.keys, keys), _append(self.values, values)
 
 
 def _append(prefix: mx.array, own: mx.array) -> mx.array:
-    """Return each row's own part, (rows, heads, tokens, size), after a prefix that rows share."""
+    """Return a shared prefix followed by each row's own part, (rows, heads, tokens, size)."""
     same = mx.broadcast_to(prefix, (own.shape[0], *prefix.shape[1:]))
     return mx.concatenate([same, own], axis=2)
 
 
 class LabelHead:
-    """The labels' rows of the output matrix in one vector: (rows, hidden) → (rows,) float32."""
+    """The difference of the labels' logits: (rows, hidden) → (rows,) float32."""
 
     def __init__(self, model: Any, labels: Sequence[int]) -> None:
         layer = model.lm_head if "lm_head" in model else model.model.embed_tokens
@@ -245,7 +228,6 @@ class LabelHead:
 
 
 def _rows(layer: Any, ids: mx.array) -> mx.array:
-    """Return rows of an output matrix or, where embeddings serve as one, of the embeddings."""
     if isinstance(layer, _layers.QuantizedLinear):
         biases = layer.biases[ids] if layer.biases is not None else None
         return mx.dequantize(
@@ -258,22 +240,20 @@ def _rows(layer: Any, ids: mx.array) -> mx.array:
         )
     if isinstance(layer, _layers.Linear):
         return layer.weight[ids]  # type: ignore[no-any-return]
-    rows: mx.array = layer(ids)  # the layer dequantizes them if needed
+    rows: mx.array = layer(ids)
     return rows
 
 
 def _fill(text: str, query: str, instruction: str) -> list[Piece]:
-    """Return `text`, a template up to the document, in pieces with the fields filled in. Fields in
-    the query or the instruction are left as they are. The last piece is from the template.
-    """
     fields = {"{query}": query, "{instruction}": instruction}
     parts = re.split("({query}|{instruction})", text)
     return [(fields.get(part, part), part in fields) for part in parts]
 
 
 def _group(rows: Sequence[Pair]) -> list[tuple[list[int], int]]:
-    """Group rows by their query; return each group's row indices and the number of first tokens
-    that its rows share. Rows whose query no other row has form one group.
+    """Group rows with the same query; all other rows form one group.
+
+    Return each group's row indices and the length of its common prefix.
     """
     by_query: dict[tuple[int, ...], list[int]] = {}
     for place, row in enumerate(rows):
@@ -287,7 +267,6 @@ def _group(rows: Sequence[Pair]) -> list[tuple[list[int], int]]:
 
 
 def _count_alike(rows: Sequence[tuple[int, ...]]) -> int:
-    """Count the first tokens that are the same in all rows."""
     first, last = min(rows), max(rows)
     alike = zip(first, last, strict=False)
     return next((i for i, (a, b) in enumerate(alike) if a != b), min(len(first), len(last)))
@@ -303,11 +282,10 @@ def load_label_scorer_in_steps(
     recipe: LabelRecipe = QWEN3,
     report: Report | None = None,
 ) -> Generator[LabelScorer | None]:
-    """Load a causal model as a reranker, in steps; the last step yields the reranker.
+    """Load a causal model as a reranker; the last step yields the reranker.
 
-    Raises ModelLoadFailed, also if a label is not one token, or if logits are not the plain product
-    of hidden states and output matrix. `report` is called with quantized weights that are
-    dequantized.
+    `report` is called with quantized weights that the device has no kernel for. Raises
+    ModelLoadFailed.
     """
     checkpoint = Checkpoint(name, folder)
     config = checkpoint.read_object("config.json")
@@ -336,7 +314,6 @@ def _read_labels(
 
 
 def _check_head(checkpoint: Checkpoint, model: Any, head: LabelHead, ids: Sequence[int]) -> None:
-    """Raise ModelLoadFailed if `head` gives another score than the model's own logits."""
     tokens = mx.array([[*ids, *ids]])
     try:
         score: Any = head(model.model(tokens)[:, -1]).item()

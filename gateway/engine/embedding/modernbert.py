@@ -1,9 +1,6 @@
-"""The ModernBERT encoder: rotary positions, GeGLU, and attention that is global in some layers and
-limited to a window in the others.
+"""The ModernBERT encoder, without its heads.
 
-Weights and names are Hugging Face's (transformers, models/modernbert/modeling_modernbert.py); its
-heads are not used here. Layers normalize their input (pre-norm), except the first, whose input the
-embedding has normalized. Biases are off in every published checkpoint, and refused.
+Source: transformers, models/modernbert/modeling_modernbert.py.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,18 +34,17 @@ from gateway.engine.models.encoder_kernels import (
     make_rotation,
 )
 
-# How many queries attend together in a layer with a window. More would compute more masked scores.
+# Queries of a block; a larger block computes more masked scores.
 BLOCK: Final = 128
-# The padding score in float16, where PADDING_SCORE would be -inf. A padding query may see nothing
-# but padding, and a row of -inf becomes NaN.
+# PADDING_SCORE would be -inf in float16, and a row of -inf becomes NaN.
 HALF_PADDING_SCORE: Final = -3e4
-# Prefixes of the names of parts above the encoder, in checkpoints saved with a head.
+# Ignored weights: the heads of task models.
 IGNORED: Final = ("head.", "decoder.", "classifier.")
 
 
 @dataclass(frozen=True, slots=True)
 class ModernBertConfig:
-    """The values of config.json that results depend on."""
+    """The settings in config.json that affect results."""
 
     vocabulary: int
     dimensions: int
@@ -58,17 +54,13 @@ class ModernBertConfig:
     padding_id: int
     epsilon: float
     activation: str
-    # For each layer, how far a token sees to either side; None if it sees all tokens.
+    # Each layer's largest distance between tokens that see each other, or None.
     windows: Sequence[int | None]
-    # For each layer, the base of the rotations.
-    thetas: Sequence[float]
+    thetas: Sequence[float]  # bases of the layers' rotations
     quantization: Mapping[str, Any]
 
 
 def read_config(checkpoint: Checkpoint, raw: Mapping[str, Any]) -> ModernBertConfig:
-    """Read config.json's keys, as transformers 4 or 5 writes them, refusing values that are not
-    supported here.
-    """
     unsupported = ("attention_bias", "mlp_bias", "norm_bias", "is_causal")
     activation = read_activation(checkpoint, raw, "hidden_activation", unsupported)
     with checkpoint.reading_config():
@@ -94,7 +86,6 @@ def read_config(checkpoint: Checkpoint, raw: Mapping[str, Any]) -> ModernBertCon
 
 
 def _local_layers(raw: Mapping[str, Any]) -> list[bool]:
-    """Return, for each layer, whether its attention is local."""
     layers = read_count(raw, "num_hidden_layers", MOST_LAYERS)
     types = raw.get("layer_types")
     if types:
@@ -105,7 +96,7 @@ def _local_layers(raw: Mapping[str, Any]) -> list[bool]:
 
 
 def _thetas(checkpoint: Checkpoint, raw: Mapping[str, Any]) -> tuple[float, float]:
-    """Return the base of the rotations in global layers, and the base in local layers."""
+    """Return the bases of the rotations in global and in local layers."""
     rope_parameters = raw.get("rope_parameters") or {}
     full, local = (
         rope_parameters.get("full_attention") or {},
@@ -120,7 +111,6 @@ def _thetas(checkpoint: Checkpoint, raw: Mapping[str, Any]) -> tuple[float, floa
 
 
 def weight_shapes(config: ModernBertConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every weight that the encoder needs, by its name."""
     d, i = config.dimensions, config.intermediate
     shapes: dict[str, tuple[int, ...]] = {
         "embeddings.tok_embeddings.weight": (config.vocabulary, d),
@@ -141,7 +131,7 @@ def weight_shapes(config: ModernBertConfig) -> dict[str, tuple[int, ...]]:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Queries that attend together, the keys that they see, and the bias of the scores."""
+    """A block of queries, the keys that they see, and the bias of the scores."""
 
     queries: slice
     keys: slice
@@ -151,11 +141,8 @@ class Span:
 def make_spans(
     length: int, mask: mx.array | None, window: int | None, block: int, dtype: mx.Dtype
 ) -> list[Span]:
-    """Cut a row's queries into blocks. With a window, a block sees only the keys that are
-    near enough. `mask`, (rows, length), is true at real tokens.
-    """
-    # A token sees tokens at most `window` away: transformers, masking_utils.py,
-    # sliding_window_bidirectional_overlay.
+    """Divide a row's queries into blocks, and leave out keys outside the window."""
+    # Source: transformers, masking_utils.py, sliding_window_bidirectional_overlay.
     masked_score = HALF_PADDING_SCORE if dtype == mx.float16 else PADDING_SCORE
     spans = []
     for start in range(0, length, block):
@@ -173,9 +160,9 @@ def make_spans(
 
 @dataclass(frozen=True, slots=True)
 class ModernBertLayer:
-    """Attention, then a gated product: each is computed from x normalized, and added to x."""
+    """One ModernBERT layer: attention, then a gated product, each after a norm."""
 
-    attention_norm: Norm | None
+    attention_norm: Norm | None  # None in the first layer
     qkv: Dense
     attention_out: Dense
     norm: Norm
@@ -187,7 +174,7 @@ class ModernBertLayer:
     activation: Activation
 
     def __call__(self, x: mx.array, rows: int, rotate: Rotation, spans: Sequence[Span]) -> mx.array:
-        """Map (rows * tokens, dimensions) to the same shape: flat, so each product is one GEMM."""
+        """Map (rows * tokens, dimensions) to the same shape."""
         flat, width = x.shape
         read = x if self.attention_norm is None else self.attention_norm(x)
         split = self.qkv(read).reshape(rows, flat // rows, 3, self.heads, width // self.heads)
@@ -206,7 +193,7 @@ class ModernBertLayer:
 def make_layer(
     weights: Mapping[str, mx.array], choice: Arithmetic, heads: int, epsilon: float
 ) -> ModernBertLayer:
-    """Make a layer from its weights, named as in the checkpoint below `layers.N.`."""
+    """Make a layer from its weights, named without the prefix `layers.N.`."""
     attention_norm = None
     if "attn_norm.weight" in weights:
         attention_norm = make_norm(weights, "attn_norm", choice, epsilon)
@@ -227,10 +214,7 @@ def make_layer(
 
 
 class ModernBert:
-    """The ModernBERT encoder, from (rows, tokens) ids to (rows, tokens, dimensions) hidden states.
-
-    Its weights are read when its parameters are first evaluated.
-    """
+    """The ModernBERT encoder: (rows, tokens) ids to (rows, tokens, dimensions) hidden states."""
 
     def __init__(
         self, checkpoint: Checkpoint, raw: Mapping[str, Any], device: Device, dtype: str | None
@@ -272,16 +256,11 @@ class ModernBert:
 
     @staticmethod
     def read_max_tokens(checkpoint: Checkpoint, raw: Mapping[str, Any]) -> int:
-        """Return the `max_tokens` of the encoder with this config.json."""
         return read_config(checkpoint, raw).positions
 
     def __call__(
         self, tokens: mx.array, mask: mx.array | None, types: mx.array | None = None
     ) -> Iterator[mx.array]:
-        """Yield the states after the embedding, after each layer and after the last norm.
-
-        `types` is ignored: the model has no token types.
-        """
         rows, length = tokens.shape
         shape = (rows, length, self.dimensions)
         spans = {window: self._spans(length, mask, window) for window in set(self.config.windows)}
@@ -295,7 +274,6 @@ class ModernBert:
         yield last(x).reshape(shape)
 
     def parameters(self) -> list[mx.array]:
-        """List every array of the encoder."""
         return arrays_of([self._words, self._norms, self._layers])
 
     def _spans(self, length: int, mask: mx.array | None, window: int | None) -> list[Span]:

@@ -1,4 +1,4 @@
-"""A text's hidden states → its vector: the recipe in the model's folder, and the computation.
+"""The steps from a text's hidden states to its vector.
 
 Pooling is never guessed: a wrong one gives plausible vectors that find the wrong texts.
 """
@@ -16,16 +16,16 @@ from gateway.engine.embedding.bert import Dense, make_dense
 from gateway.engine.models.checkpoint import Checkpoint, dequantize, fit_weights, join_names
 from gateway.engine.models.encoder_kernels import Activation
 
-INSIDE: Final = "dense."  # prefix of the names of linear layers in the model's own file
-_VECTOR: Final = "sentence_embedding"  # sentence-transformers' name of a text's vector
-# The keys are values of a Dense module's `activation_function`: full names of torch's classes.
+INSIDE: Final = "dense."  # prefix of linear layers in the model's own weight file
+_VECTOR: Final = "sentence_embedding"
+# The keys are values of `activation_function` in a Dense module's config.
 _ACTIVATIONS: Final[Mapping[str, Activation]] = {
     "torch.nn.modules.linear.Identity": lambda x: x,
     "torch.nn.modules.activation.Tanh": mx.tanh,
 }
 Mode = Literal["mean", "cls", "last"]
 _MODES: Final = {"mean": "mean", "cls": "cls", "lasttoken": "last"}
-# The keys of sentence-transformers before 6: a boolean for each mode.
+# sentence-transformers before version 6 had a boolean for each mode.
 _OLD_KEYS: Final = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -38,22 +38,16 @@ _OLD_KEYS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """The steps from token ids to a vector: the subfolder of the model, the pooling, linear layers,
-    and whether vectors are normalized.
-    """
+    """The steps that turn a text's tokens into its vector."""
 
-    transformer: str
+    transformer: str  # the model's subfolder
     pooling: Mode
     normalize: bool
-    dense: Sequence[str] = ()  # the subfolders of the linear layers after the pooling
+    dense: Sequence[str] = ()  # subfolders of the linear layers after the pooling
 
 
 def read_recipe(checkpoint: Checkpoint, pooling: str | None, normalize: bool | None) -> Recipe:
-    """Read modules.json and the modules' own files.
-
-    `pooling` and `normalize` come from models.yaml and override the folder's settings. If a setting
-    is in neither place, ModelLoadFailed names the key to set.
-    """
+    """Read the recipe; `pooling` and `normalize` override the files. Raises ModelLoadFailed."""
     if pooling is not None and pooling not in get_args(Mode):
         raise checkpoint.failed(f"`pooling:` in models.yaml is `{pooling}`, not mean, cls or last")
     modules = _modules(checkpoint)
@@ -79,14 +73,12 @@ def read_recipe(checkpoint: Checkpoint, pooling: str | None, normalize: bool | N
 def weight_folders(
     checkpoint: Checkpoint, pooling: str | None, normalize: bool | None
 ) -> list[Checkpoint]:
-    """Return the folders that hold a model's weights."""
     recipe = read_recipe(checkpoint, pooling, normalize)
     dense = [checkpoint.inside(path) for path in recipe.dense]
     return [checkpoint.inside(recipe.transformer), *(d for d in dense if d.folder.is_dir())]
 
 
 def _modules(checkpoint: Checkpoint) -> list[tuple[str, str]]:
-    """Return each module's class name and path, in order; none if there is no modules.json."""
     modules = checkpoint.read_modules() or []
     names = [name for name, _ in modules]
     unknown = [n for n in names if n not in ("Transformer", "Pooling", "Dense", "Normalize")]
@@ -130,14 +122,11 @@ class Projection:
     activation: Activation
 
     def __call__(self, vectors: mx.array) -> mx.array:
-        """Map (rows, inputs) to (rows, outputs)."""
         return self.activation(self.dense(vectors))
 
 
 def read_projections(checkpoint: Checkpoint, recipe: Recipe, dimensions: int) -> list[Projection]:
-    """Open the linear layers after the pooling, which gives vectors of `dimensions` dimensions. The
-    weights are read when evaluated. Raises ModelLoadFailed.
-    """
+    """Open the linear layers after the pooling. Raises ModelLoadFailed."""
     layers = _projections_inside(checkpoint.inside(recipe.transformer))
     if not layers:
         layers = [_read_projection(checkpoint.inside(path)) for path in recipe.dense]
@@ -153,7 +142,6 @@ def read_projections(checkpoint: Checkpoint, recipe: Recipe, dimensions: int) ->
 
 
 def _read_projection(folder: Checkpoint) -> Projection:
-    """Read a Dense module of sentence-transformers."""
     config = folder.read_object("config.json")
     name = str(config.get("activation_function", "torch.nn.modules.activation.Tanh"))
     if name not in _ACTIVATIONS:
@@ -169,9 +157,7 @@ def _read_projection(folder: Checkpoint) -> Projection:
 
 
 def _projections_inside(transformer: Checkpoint) -> list[Projection]:
-    """Open the linear layers that mlx-embeddings moves into the model's own file, possibly
-    quantized. EmbeddingGemma has such layers; they have no activation.
-    """
+    """Open the linear layers in the model's own weight file, as mlx-embeddings writes it."""
     named = {n: a for n, a in transformer.weights().items() if n.startswith(INSIDE)}
     arrays = dequantize(transformer, named, transformer.config().get("quantization") or {})
     with transformer.blame():
@@ -187,9 +173,9 @@ def _projection(weights: Mapping[str, mx.array], module: str, activation: str) -
 
 
 def pool(hidden: mx.array, lengths: mx.array, mask: mx.array | None, mode: Mode) -> mx.array:
-    """Make one float32 vector of each row of (rows, tokens, dimensions), padded on the right.
+    """Pool each row of (rows, tokens, dimensions), padded on the right, to a float32 vector.
 
-    `lengths` has each row's number of real tokens; `mask` is true at real tokens, None if all are.
+    `lengths` are the numbers of real tokens, where `mask` is true.
     """
     hidden = hidden.astype(mx.float32)
     if mode == "cls":
@@ -198,7 +184,7 @@ def pool(hidden: mx.array, lengths: mx.array, mask: mx.array | None, mode: Mode)
         return mx.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
     if mask is None:
         return mx.mean(hidden, axis=1)
-    # A product with the mask adds up the real tokens faster than a masked sum does.
+    # This product is faster than a masked sum.
     summed = (mask.astype(mx.float32)[:, None, :] @ hidden)[:, 0]
     return summed / lengths[:, None].astype(mx.float32)
 
@@ -212,7 +198,7 @@ def unit(vectors: mx.array) -> mx.array:
 def shorten(
     vectors: npt.NDArray[np.float32], dimensions: int, *, normalize: bool = True
 ) -> npt.NDArray[np.float32]:
-    """Keep the first dimensions of Matryoshka vectors; normalize them again if `normalize`."""
+    """Keep the first dimensions of Matryoshka vectors, normalized again if `normalize`."""
     if not 1 <= dimensions <= vectors.shape[-1]:
         raise ValueError(f"dimensions must be from 1 to {vectors.shape[-1]}, not {dimensions}")
     shortened = vectors[..., :dimensions].copy()

@@ -1,7 +1,6 @@
 """BERT with rotary positions: nomic-bert, GTE and jina-embeddings-v3.
 
-transformers has a class for each (models/nomic_bert, gte and jina_embeddings_v3). The models' files
-keep the weights' names from the time when each model came with its own code.
+Source: transformers, models/nomic_bert, gte and jina_embeddings_v3.
 """
 
 import re
@@ -15,8 +14,8 @@ import mlx.core as mx
 from gateway.engine.embedding.bert import Bert, BertConfig, read_config
 from gateway.engine.models.checkpoint import Checkpoint
 
-# Patterns of weights' names, each with its replacement in BERT's names, as in transformers'
-# conversion_mapping.py. Several replacements split an array that has the rows of several products.
+# Patterns of weight names and their names in BERT (transformers' conversion_mapping.py); several
+# names split an array.
 _NAMES: Final = (
     (r"^(nomic_bert|gte|new|roberta)\.", ""),
     (r"^emb_ln\.", "embeddings.LayerNorm."),
@@ -33,7 +32,7 @@ _NAMES: Final = (
     (r"\.mlp\.fc12\.", ".intermediate.gate."),
     (r"\.mlp\.(down_proj|fc2)\.", ".output.dense."),
 )
-# Keys of nomic-bert's config.json before transformers had a class for it, with the later keys.
+# nomic-bert's older keys of config.json, and their current names.
 _FORMER_KEYS: Final = {
     "n_embd": "hidden_size",
     "n_layer": "num_hidden_layers",
@@ -61,7 +60,7 @@ _SERVED: Final = {
 class RotaryBert(Bert):
     """BERT whose queries and keys are rotated by their positions."""
 
-    theta: ClassVar[float]  # used if config.json has none
+    theta: ClassVar[float]  # the default base of the rotations
     is_gated: ClassVar = True
     unbiased: ClassVar[tuple[str, ...]] = ()
 
@@ -92,7 +91,7 @@ class RotaryBert(Bert):
     def _read_rope(
         cls, checkpoint: Checkpoint, keys: Mapping[str, Any], size: int
     ) -> tuple[float, float]:
-        """Return the base of the rotations, and the divisor of positions."""
+        """Return the base of the rotations and the divisor of positions."""
         rope = keys.get("rope_parameters") or keys.get("rope_scaling") or {}
         kind = rope.get("rope_type") or rope.get("type") or "default"
         theta = float(rope.get("rope_theta") or keys.get("rope_theta") or cls.theta)
@@ -100,8 +99,8 @@ class RotaryBert(Bert):
             return theta, 1.0
         if kind == "linear":
             return theta, float(rope["factor"])
-        # GTE's own kind: a larger base, and a little linear scaling.
-        # https://kexue.fm/archives/9706, and vLLM's layers/rotary_embedding/ntk_scaling_rope.py.
+        # Sources: https://kexue.fm/archives/9706, and vLLM's
+        # layers/rotary_embedding/ntk_scaling_rope.py.
         if kind == "ntk" and rope.get("mixed_b") is None:
             return theta * rope["factor"], rope["factor"] ** (2 / size)
         raise checkpoint.failed(f"config.json: rope_type `{kind}` is not supported")
@@ -118,14 +117,14 @@ class RotaryBert(Bert):
 
 
 class NomicBert(RotaryBert):
-    """nomic-embed-text: gated, and no product has a bias."""
+    """nomic-embed-text: gated, and no linear layer has a bias."""
 
     theta = 1000.0
     unbiased = ("attention.", "intermediate.", "output.")
 
 
 class Gte(RotaryBert):
-    """GTE's v1.5 and multilingual models: gated, and some products have no bias."""
+    """GTE's v1.5 and multilingual models: gated, and some linear layers have no bias."""
 
     theta = 160_000.0
     unbiased = ("intermediate.",)

@@ -1,8 +1,4 @@
-"""Tokenizing texts for embedding models exactly as sentence-transformers does.
-
-The tokenizer is set up once, at load, and no later call changes it: a change while another thread
-encodes would raise "Already borrowed".
-"""
+"""Tokenization of texts for embedding models, exactly as in sentence-transformers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,16 +10,16 @@ from gateway.engine.control_tokens import ControlTokens
 from gateway.engine.models.checkpoint import Checkpoint, reading_tokenizer
 from gateway.engine.tokenizer_parts import check_growth, has_patterns
 
-CHARS_A_TOKEN: Final = 16  # more than tokens have on average, unless a text is mostly spaces
+# More characters than tokens have on average, unless a text is mostly spaces.
+CHARS_A_TOKEN: Final = 16
 WORDS: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
 class TextTokenizer:
-    """A tokenizer for whole texts.
+    """A tokenizer for whole texts. Safe on any thread.
 
-    Safe to call from several threads at once: encoding only reads, releases the GIL, and
-    spreads a batch over cores.
+    No method may change the tokenizer: another thread's encoding would raise "Already borrowed".
     """
 
     _tokenizer: Tokenizer
@@ -39,7 +35,7 @@ class TextTokenizer:
         return ControlTokens(self._tokenizer)
 
     def encode(self, texts: Sequence[str], *, with_specials: bool = True) -> list[list[int]]:
-        """Return each text's ids, by default with special tokens; never truncated, never padded."""
+        """Return each text's ids, not truncated, by default with special tokens."""
         encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=with_specials)
         if not with_specials:
             return [one.ids for one in encoded]
@@ -48,12 +44,9 @@ class TextTokenizer:
     def encode_start(
         self, texts: Sequence[str], limit: int, *, with_specials: bool = True
     ) -> list[list[int]]:
-        """Return ids as `encode` does, but of a long text perhaps only the first ids: enough for
-        `truncate` to return the same as from all ids.
-        """
-        # A text is cut before it is encoded only if that is safe. Words are encoded one by one, and
-        # the cut can only change the word and the spaces before it, so more than three words must
-        # lie between the last kept token and the cut.
+        """Return ids as `encode` does, but of a long text only as many as `truncate` needs."""
+        # A cut may change the word that it divides and the spaces before that word, so more than
+        # WORDS words must follow the last kept token.
         if self._cut_left or not self._splits_words:
             return self.encode(texts, with_specials=with_specials)
         after, eos = (self._after, self._eos) if with_specials else (0, ())
@@ -77,7 +70,6 @@ class TextTokenizer:
         return [rows[i] for i in range(len(texts))]
 
     def truncate(self, ids: Sequence[int], limit: int) -> list[int]:
-        """Cut ids to `limit` tokens, counting the special tokens at both ends, which stay."""
         if len(ids) <= limit:
             return list(ids)
         end = len(ids) - self._after
@@ -85,7 +77,7 @@ class TextTokenizer:
         return [*ids[: self._before], *body, *ids[end:]]
 
     def cut(self, ids: Sequence[int], keep: int) -> Sequence[int]:
-        """Cut ids without special tokens to at most `keep`, on the side that the model cuts."""
+        """Cut ids without special tokens on the side that the model cuts."""
         if self._cut_left:
             return ids[max(0, len(ids) - keep) :]
         return ids[:keep]
@@ -98,33 +90,28 @@ class PairTemplate:
     before: tuple[int, ...]
     between: tuple[int, ...]
     after: tuple[int, ...]
-    # Token type 1 begins this many tokens before the second text; None if there is no type 1.
+    # Token type 1 begins this many tokens before the second text; None without type 1.
     lead: int | None
 
     @property
     def specials(self) -> int:
-        """Count the special tokens."""
         return len(self.before) + len(self.between) + len(self.after)
 
     def join(self, first: Sequence[int], second: Sequence[int]) -> tuple[list[int], int]:
-        """Join the ids of two texts, which have no special tokens yet. Return the row, and the
-        index at which the second text begins.
-        """
+        """Join the ids of two texts; return the row and the second text's index."""
         start = [*self.before, *first, *self.between]
         return [*start, *second, *self.after], len(start)
 
 
 def load_text_tokenizer(checkpoint: Checkpoint, *, lower_case: bool) -> TextTokenizer:
-    """Load tokenizer.json. `lower_case` is do_lower_case of sentence_bert_config.json. Raises
-    ModelLoadFailed.
-    """
+    """Load tokenizer.json. Raises ModelLoadFailed."""
     path = checkpoint.folder / "tokenizer.json"
     if not path.is_file():
         raise checkpoint.failed("its folder has no tokenizer.json")
     with reading_tokenizer(checkpoint):
         tokenizer = Tokenizer.from_file(str(path))
         check_growth(tokenizer)
-        # MiniLM's tokenizer.json would truncate and pad to 128 tokens.
+        # MiniLM's tokenizer.json sets truncation and padding to 128 tokens.
         tokenizer.no_truncation()
         tokenizer.no_padding()
         config = checkpoint.read_object("tokenizer_config.json")
@@ -145,10 +132,9 @@ def load_text_tokenizer(checkpoint: Checkpoint, *, lower_case: bool) -> TextToke
 
 
 def read_pair_template(checkpoint: Checkpoint, tokenizer: TextTokenizer) -> PairTemplate:
-    """Encode a pair to find the places of a tokenizer's special tokens and token types.
+    """Encode a pair to find a tokenizer's special tokens and token types.
 
-    Source: transformers, tokenization_utils_tokenizers.py. The model is given token types if
-    model_input_names lists them, as it does by default in BERT's tokenizers.
+    Source: transformers, tokenization_utils_tokenizers.py.
     """
     with reading_tokenizer(checkpoint):
         probe = tokenizer._tokenizer.encode("a", "a")
@@ -158,6 +144,7 @@ def read_pair_template(checkpoint: Checkpoint, tokenizer: TextTokenizer) -> Pair
         raise checkpoint.failed("its tokenizer does not join two texts in their order")
     if probe.type_ids != sorted(probe.type_ids) or not set(probe.type_ids) <= {0, 1}:
         raise checkpoint.failed(f"its tokenizer gives a pair token types {probe.type_ids}")
+    # BERT's default for model_input_names includes token types.
     names = checkpoint.read_object("tokenizer_config.json").get("model_input_names")
     is_typed = bool(typed) and (names is None or "token_type_ids" in names)
     if is_typed and not first[-1] < typed[0] <= second[0]:
@@ -171,12 +158,11 @@ def read_pair_template(checkpoint: Checkpoint, tokenizer: TextTokenizer) -> Pair
 
 
 def _words(text: str) -> int:
-    """Count the words, separated by spaces, that have a letter or a digit."""
     return sum(any(map(str.isalnum, word)) for word in text.split(" "))
 
 
 def _splits_words(tokenizer: Tokenizer) -> bool:
-    """Return True if words separated by spaces are encoded one by one, each with its space."""
+    """Return True if each word is encoded by itself, with the space before it."""
     if tokenizer.pre_tokenizer is None:
         return False
     one, two = (len(tokenizer.pre_tokenizer.pre_tokenize_str(text)) for text in ("ab", "ab cd"))
@@ -185,7 +171,7 @@ def _splits_words(tokenizer: Tokenizer) -> bool:
 
 
 def _follow_bert_settings(tokenizer: Tokenizer, config: Mapping[str, Any]) -> None:
-    """Let tokenizer_config.json override tokenizer.json's normalizer, as BertTokenizer does."""
+    """Let tokenizer_config.json override the normalizer, as BertTokenizer does."""
     normalizer = tokenizer.normalizer
     if not isinstance(normalizer, normalizers.BertNormalizer):
         return
@@ -200,7 +186,6 @@ def _follow_bert_settings(tokenizer: Tokenizer, config: Mapping[str, Any]) -> No
 
 
 def _lowers(tokenizer: Tokenizer) -> bool:
-    """Return True if the normalizer lower-cases already, possibly inside a sequence."""
     rules = repr(tokenizer.normalizer)
     return "lowercase=True" in rules or "Lowercase()" in rules
 
@@ -213,7 +198,7 @@ def _lower_first(tokenizer: Tokenizer) -> None:
 
 
 def _special_ends(checkpoint: Checkpoint, tokenizer: Tokenizer) -> tuple[int, int, int | None]:
-    """Return the numbers of special tokens before and after a text, and the id of the last."""
+    """Return the numbers of special tokens before and after a text, and the last token's id."""
     probe = tokenizer.encode("a")
     body = [i for i, special in enumerate(probe.special_tokens_mask) if not special]
     if not body:
@@ -228,7 +213,7 @@ def _missing_eos(
     config: Mapping[str, Any],
     last: int | None,
 ) -> tuple[int, ...]:
-    """Return the EOS token that tokenizer_config.json asks for and tokenizer.json does not add."""
+    """Return the EOS token that tokenizer_config.json asks for, unless tokenizer.json adds it."""
     if not config.get("add_eos_token"):
         return ()
     token = config.get("eos_token")

@@ -1,9 +1,4 @@
-"""A model's chat template: a Jinja program from its checkpoint, which may take any time and memory.
-
-transformers runs the template in jinja2's sandbox, which limits its access to Python objects. We
-run transformers' function in a process that is killed if it exceeds a limit of time or memory
-(`Sandbox`), so the cost is bounded and the rendered text is the same.
-"""
+"""A model's chat template, a Jinja program of unknown cost that runs in the sandbox."""
 
 import hashlib
 import json
@@ -17,33 +12,30 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from gateway.engine.sandbox_worker import Sandbox
 from gateway.errors import BadRequest, ModelLoadFailed, Overloaded, Unavailable
 
-MOST_CHARS: Final = 1_000_000  # the rendered text's limit: this plus two per input character
-MOST_BYTES: Final = 1 << 29  # the memory allowed: this plus eight bytes per input character
-BUSY_S: Final = 2.0  # seconds after which a caller should retry if the sandbox is busy
+MOST_CHARS: Final = 1_000_000  # rendered characters, plus two per input character
+MOST_BYTES: Final = 1 << 29  # bytes of memory, plus eight per input character
+BUSY_S: Final = 2.0  # seconds until a retry, if the sandbox is busy
 HELLO: Final = ({"role": "user", "content": "Hello!"},)
 
 
 class TemplateRefusal(BadRequest):
-    """The template refused a conversation by raising an error, whose text is in the message."""
+    """The template refused a conversation by raising an error."""
 
 
 class ChatTemplate:
-    """A model's chat template, which renders conversations. Safe on any thread.
-
-    It is rendered in this process if there is no sandbox, or if mlx-lm has a Python function for
-    the model instead of a Jinja template (`is_program` is true then).
-    """
+    """A model's chat template, safe on any thread."""
 
     def __init__(self, wrapper: TokenizerWrapper, sandbox: Sandbox | None) -> None:
         self._wrapper: Any = wrapper
         self._sandbox = sandbox
+        # Some models have a Python function in mlx-lm instead of a Jinja template.
         self.is_program = wrapper._chat_template is not None
-        # Hermes 3 and Command-R have several named templates, one of which renders tools.
+        # Hermes 3 and Command-R have several named templates.
         named = wrapper._tokenizer.chat_template or ""
         self.text = named if isinstance(named, str) else "\n".join(named.values())
 
     def has(self, word: str) -> bool:
-        """Return True if the template contains a word, or is one of mlx-lm's functions."""
+        """Return True if the template is a program or contains a word."""
         return self.is_program or word in self.text
 
     def render(
@@ -52,18 +44,13 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]],
         arguments: Mapping[str, Any],
     ) -> str:
-        """Render messages as transformers' `apply_chat_template` does, with these tools and other
-        arguments.
+        """Render messages as transformers' `apply_chat_template` does.
 
-        If the template refuses or drops a system turn that isn't the first turn, all such turns
-        become parts of user turns at the same places.
-
-        Raises TemplateRefusal if the template refuses the conversation, BadRequest if rendering
-        takes too much time or memory, Overloaded if the sandbox is busy with other templates, and
-        Unavailable if the system killed the sandbox's process or gave it no CPU time.
+        Raises TemplateRefusal, BadRequest if this takes too much time or memory, Overloaded if the
+        sandbox is busy, and Unavailable if the system killed the process or gave it no CPU time.
         """
         outcome, value = self._render_once(messages, tools, arguments)
-        # A template may raise an error for a late system turn, or silently drop it.
+        # A template may refuse a late system turn or silently drop it.
         late = [turn for turn in messages[1:] if turn["role"] == "system"]
         if late and not (outcome == "rendered" and _has_texts(str(value), late)):
             outcome, value = self._render_once(fold_late_systems(messages), tools, arguments)
@@ -87,10 +74,7 @@ class ChatTemplate:
         )
 
     def check(self, name: str, arguments: Mapping[str, Any]) -> None:
-        """Raise ModelLoadFailed if rendering a greeting exceeds the limits of time or memory.
-
-        A template that refuses the greeting passes: it may require other messages.
-        """
+        """Raise ModelLoadFailed if rendering a greeting exceeds the limits of time or memory."""
         if self._sandbox is None:
             return
         outcome, why = self._render_once(HELLO, (), {"add_generation_prompt": True, **arguments})
@@ -114,7 +98,7 @@ class ChatTemplate:
                     list(messages), tools=listed, tokenize=False, **arguments
                 )
             text = json.dumps(self._arguments(messages, tools, arguments), default=str)
-        except Exception as error:  # a template is a program, and may raise any error
+        except Exception as error:
             return "refused", str(error)
         request = {
             "kind": "template",
@@ -147,9 +131,7 @@ class ChatTemplate:
 
 
 def fold_late_systems(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return a copy of a conversation in which every system turn after the conversation's first
-    turn is part of a user turn.
-    """
+    """Return a conversation with all late system turns as parts of user turns."""
     first, *rest = [dict(message) for message in messages]
     for turn in rest:
         if turn["role"] == "system":
@@ -164,7 +146,7 @@ def fold_late_systems(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, A
 
 
 def _with_texts(turn: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a turn with its calls' arguments encoded as JSON, as mlx-lm's functions expect."""
+    """Return a turn with calls' arguments as JSON, which mlx-lm's functions expect."""
     calls = [
         {**call, "function": {**call["function"], "arguments": json.dumps(arguments)}}
         for call in turn.get("tool_calls") or ()

@@ -38,8 +38,7 @@ from gateway.jobs.chat import GenerateJob
 from gateway.jobs.images import ImageSpan
 from gateway.registry import ChatSpec
 
-# Names that requests may not set in `template_args`, because they are parameters of transformers'
-# functions. For example, a request's `chat_template` would be run as a program.
+# Parameters of transformers' functions, which requests may not set in `template_args`.
 RESERVED = frozenset(
     name
     for function in (PreTrainedTokenizerBase.apply_chat_template, render_jinja_template)
@@ -48,28 +47,24 @@ RESERVED = frozenset(
 
 
 T = TypeVar("T")
-TRIALS_S: Final = 30.0  # seconds in which a model's trials, renderings of made-up turns, may begin
-MOST_ADDED: Final = 1 << 17  # the most added tokens: transformers needs 0.1 ms for each
-MOST_TOKENS: Final = 1 << 20  # the largest vocabulary; the largest known, XLM-V's, has 901,629
+TRIALS_S: Final = 30.0  # seconds in which trials, renderings of made-up turns, may begin
+MOST_ADDED: Final = 1 << 17  # added tokens, for each of which transformers needs 0.1 ms
+MOST_TOKENS: Final = 1 << 20  # token ids; the largest known vocabulary, XLM-V's, has 901,629
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """The ids of a prompt, and whether the model, at the prompt's end, is already thinking or may
-    begin to think.
-
-    `opening` is the header of the message that a Harmony template opens; other templates have none.
-    """
+    """A prompt's ids, and the state of thinking at its end."""
 
     ids: list[int]
     is_thinking: bool = False
     may_think: bool = False
-    opening: str = ""
+    opening: str = ""  # the header of the message that a Harmony template opens
     images: Sequence[ImageSpan] = ()
 
 
 class ChatTokenizer:
-    """A chat model's tokenizer, template and formats. Safe on any thread once it is made."""
+    """A chat model's tokenizer, template and formats, safe on any thread."""
 
     def __init__(
         self,
@@ -85,8 +80,7 @@ class ChatTokenizer:
         self.template = template
         self._template_args = dict(template_args)
         self.backend: Tokenizer = wrapper.backend_tokenizer
-        # Truncation and padding are set only once: changing them per call while other threads use
-        # the tokenizer raises "Already borrowed".
+        # Set only once: a change while a thread encodes raises "Already borrowed".
         self.backend.no_truncation()
         self.backend.no_padding()
         self.vocabulary = Vocabulary(self.backend)
@@ -98,7 +92,7 @@ class ChatTokenizer:
         )
         self._tried_until = time.monotonic() + TRIALS_S
         self._form = Form()
-        # The error if trials could not find out how the template expects earlier answers.
+        # The error if the trials failed.
         self.untried: str | None = None
         try:
             self._form = find_form(template, self._try)
@@ -107,18 +101,13 @@ class ChatTokenizer:
 
     @property
     def tokenizer(self) -> Any:
-        """Return transformers' tokenizer object."""
         return self._wrapper._tokenizer
 
     def prompt(self, job: GenerateJob, images: ImageFormat | None = None) -> Prompt:
-        """Return a job's prompt: a text or ids without a template, or a rendered conversation.
-
-        Raises BadRequest for an image that cannot be read, and, with the template's error text, if
-        the template refuses the conversation.
-        """
+        """Return a job's prompt. Raises BadRequest."""
         if isinstance(job.prompt, str):
-            # The text is encoded as a batch of one because only tokenizers' batch calls release the
-            # GIL: a megabyte of text blocked the event loop for three seconds.
+            # Only batch calls release the GIL: a megabyte of text blocked the event loop for three
+            # seconds.
             (encoded,) = self.backend.encode_batch_fast([job.prompt])
             return Prompt(list(encoded.ids))
         if job.prompt is not None:
@@ -132,18 +121,14 @@ class ChatTokenizer:
     def _encode(
         self, text: str, job: GenerateJob, images: ImageFormat | None
     ) -> tuple[list[int], Sequence[ImageSpan]]:
-        """Return the ids of a rendered text, and the places of its images."""
         if not job.images:
             return self.encode(text), ()
         assert images is not None
         return place_images(text, job.images, images, self.encode, job.caller.cache_salt)
 
     def begin(self, opening: str, ids: list[int]) -> Prompt:
-        """Return a prompt with these ids. `opening` is the text at its end with which the template
-        opens the answer.
-        """
-        # Unless the header opens the message that is the answer itself, the model counts as
-        # thinking, and grammars don't apply yet.
+        """Return a prompt with these ids; `opening` is its end, which opens the answer."""
+        # The model counts as thinking unless the header opens the answer itself.
         if self.answers.is_harmony:
             header = opening.rpartition("<|start|>")[2]
             return Prompt(ids, is_thinking=not opens_answer(header), opening=header)
@@ -152,18 +137,16 @@ class ChatTokenizer:
         return Prompt(ids, is_thinking=self._is_thinking(opening), may_think=may_think)
 
     def _is_thinking(self, opening: str) -> bool:
-        """Return True if an answer after `opening` begins inside a block of thinking."""
         opened = max((opening.rfind(mark) for mark in self._reasoning.starts), default=-1)
         closed = max((opening.rfind(mark) for mark in self._reasoning.ends), default=-1)
         return opened > closed
 
     def _continue(self, job: GenerateJob, images: ImageFormat | None) -> Prompt:
-        """Return a prompt that ends inside the last message, right after its text. Control tokens
-        in that text are encoded as plain text, so the text neither opens nor ends thinking.
+        """Return a prompt that ends after the last message's text, whose control tokens become
+        plain text.
         """
         *earlier, last = job.messages
-        # Templates close messages in various ways. So a placeholder is rendered instead of the
-        # text, and everything from the placeholder on is replaced by the text.
+        # Templates close messages in various ways, so the rendered text is cut at a placeholder.
         word = f"continued{secrets.token_hex(16)}"
         messages = [*earlier, {**last, "content": word}]
         text = self.apply(replace(job, messages=messages), is_asking=False)
@@ -171,18 +154,17 @@ class ChatTokenizer:
             raise BadRequest("The model's chat template cannot continue an answer.", part="prompt")
         before = text[: text.index(word)]
         behind = max((before.rfind(each.word) + len(each.word) for each in job.images), default=0)
-        # The text up to the last image is encoded separately.
         read, spans = self._encode(before[:behind], job, images)
         before = before[behind:]
         [ids] = self.controls.encode([[*self.controls.pieces(before), (last["content"], True)]])
         return Prompt([*read, *ids], images=spans)
 
     def render_questions(self, job: GenerateJob) -> tuple[list[Piece], str]:
-        """Return the rendered text before and after the last message's text. If the rendered text
-        ends inside a thought, the thought is closed and the answer is opened.
+        """Return the rendered text before and after the last message's text.
+
+        The text after it closes an open thought and opens the answer.
         """
-        # A placeholder is rendered instead of the last message and the question at its end, so the
-        # template runs only once for all questions.
+        # With a placeholder, the template runs only once for all questions.
         *earlier, last = job.messages
         word = f"question{secrets.token_hex(16)}"
         messages = [*earlier, {**last, "content": word}]
@@ -201,8 +183,10 @@ class ChatTokenizer:
         return self.controls.pieces(before), after
 
     def tokenize(self, job: GenerateJob, *, special: bool, asking: bool) -> list[int]:
-        """Return the ids of a job's text or conversation. `special` adds special tokens to a text;
-        `asking` adds the opening of the answer to a conversation.
+        """Return the ids of a job's text or conversation.
+
+        `special` adds special tokens to a text, and `asking` adds the answer's opening to a
+        conversation.
         """
         if isinstance(job.prompt, str):
             (encoded,) = self.backend.encode_batch_fast([job.prompt], add_special_tokens=special)
@@ -212,7 +196,7 @@ class ChatTokenizer:
         return self.encode(self.apply(job, is_asking=False))
 
     def encode(self, text: str) -> list[int]:
-        """Encode rendered text. Special tokens are only those that the template wrote."""
+        """Return the ids of rendered text, with callers' control tokens as plain text."""
         [ids] = self.controls.encode([self.controls.pieces(text)])
         return ids
 
@@ -224,16 +208,15 @@ class ChatTokenizer:
         return str(self.backend.decode(list(ids), skip_special_tokens=False))
 
     def texts_of(self, ids: Sequence[int], prompt: str | TokenIds | None) -> list[str]:
-        """Return the texts of a bare prompt's tokens; `prompt` is what the caller sent."""
+        """Return the texts of a bare prompt's tokens; `prompt` is the caller's input."""
         added = self.backend.get_added_tokens_decoder()
         special = {token for token, added_token in added.items() if added_token.special}
         return texts_of(ids, prompt if isinstance(prompt, str) else None, self.vocabulary, special)
 
     def render(self, job: GenerateJob) -> tuple[str, str]:
-        """Return a rendered conversation, and the part at its end that opens the answer.
+        """Return a rendered conversation, and the end of its text that opens the answer.
 
-        Only the opening tells whether the model is thinking, since messages may contain the marks
-        of thinking too. It is empty if the whole text contains no marks.
+        The end is empty if the text has no marks of thinking.
         """
         text = self.apply(job, is_asking=True)
         marks = (*self._reasoning.starts, *self._reasoning.ends)
@@ -243,27 +226,23 @@ class ChatTokenizer:
             return text, ""
         try:
             opening = text[count_alike(text, self.apply(job, is_asking=False)) :]
-        except TemplateRefusal:  # some templates refuse to render without an opening
+        except TemplateRefusal:  # some templates require an opening
             opening = ""
         if opening:
             return text, opening
-        # A template that always opens an answer rendered the same text twice. Its opening is the
-        # last line, if that ends with a mark that isn't the caller's.
+        # The template always opens an answer: take the last line if it ends with a mark that isn't
+        # the caller's.
         last = str(job.messages[-1].get("content") or "").rstrip()
         if text.rstrip().endswith(marks) and not last.endswith(marks):
             opening = text.rstrip().splitlines()[-1]
         return text, opening
 
     def apply(self, job: GenerateJob, *, is_asking: bool) -> str:
-        """Render a conversation, with an opening of the answer if `is_asking`.
-
-        If the template refuses the conversation, it is rendered again without thoughts, since these
-        may contain the template's marks. Raises the errors of ChatTemplate.render, and BadRequest
-        for RESERVED arguments.
-        """
+        """Render a conversation, with the answer's opening if `is_asking`. Raises BadRequest."""
         try:
             return self._apply(job, is_asking=is_asking)
         except TemplateRefusal:
+            # Thoughts may contain the template's marks.
             turns = [{**turn, THOUGHT_KEY: None} for turn in job.messages]
             if not any(turn.get(THOUGHT_KEY) for turn in job.messages):
                 raise
@@ -283,20 +262,15 @@ class ChatTokenizer:
         )
 
     def _turn(self, message: dict[str, Any]) -> Turn:
-        """Return a message, with its thought, in the form that the template expects."""
         turn, thought = self._form.turn(message, message.pop(THOUGHT_KEY, None) or "")
         if self._splits_controls:
-            # Marks of thinking stay whole in earlier answers, where templates search for them.
+            # Templates search for marks of thinking in earlier answers.
             whole = self._reasoning.marks if message["role"] == "assistant" else ()
             turn, thought = self.controls.split(turn, whole), self.controls.split(thought)
         return self._form.put(turn, thought) if thought else turn
 
     def try_out(self, render: Callable[[], T]) -> T:
-        """Call `render`, which renders made-up turns; again if the sandbox was busy or unavailable.
-
-        Raises the errors of `render`, and BadRequest if the model's trials have taken too long in
-        total.
-        """
+        """Call `render`, and once more if the sandbox was unavailable. Raises BadRequest."""
         if time.monotonic() > self._tried_until:
             raise BadRequest(f"Trials of the chat template took over {TRIALS_S:g} seconds.")
         try:
@@ -305,24 +279,21 @@ class ChatTokenizer:
             return render()
 
     def _try(self, turns: Sequence[Turn]) -> str | None:
-        """Render a made-up conversation; return None if the template refuses it."""
         try:
             return self.try_out(lambda: self._apply(trial_job(turns), is_asking=False))
         except TemplateRefusal:
             return None
 
     def _thinking_arguments(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Return a template's arguments, with the choice whether to think under the names that the
-        various model families read.
+        """Return arguments with the choice to think under all names that templates read.
 
-        Most templates read `enable_thinking`; Granite's and DeepSeek's read `thinking`, Cohere's
-        `reasoning` and MiniMax M3's `thinking_mode`; gpt-oss has three levels of thinking and
-        cannot turn it off.
+        Most read `enable_thinking`, Granite and DeepSeek `thinking`, Cohere `reasoning`, and
+        MiniMax M3 `thinking_mode`.
         """
-        if self.template.is_program:  # mlx-lm's functions may refuse arguments they don't know
+        if self.template.is_program:  # mlx-lm's functions may refuse unknown arguments
             return arguments
         asked = arguments.get("enable_thinking")
-        if self.answers.is_harmony:
+        if self.answers.is_harmony:  # gpt-oss cannot turn thinking off
             nearest = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
             effort = arguments.get("reasoning_effort")
             if asked is False:
@@ -337,7 +308,6 @@ class ChatTokenizer:
 
 
 def count_alike(text: str, other: str) -> int:
-    """Return the length of two texts' common prefix."""
     if text.startswith(other):
         return len(other)
     pairs = enumerate(zip(text, other, strict=False))
@@ -352,12 +322,11 @@ class ChatFormats:
     template_args: Mapping[str, Any] = field(default_factory=dict)
     tool_parser: str | None = None  # a format's name; None to infer it
     reasoning_parser: str | None = None  # a format's name; None to infer it
-    split_special_tokens: bool = False  # encode control tokens in callers' texts as plain text
-    template_sandbox: Sandbox | None = None  # the process that renders the template
+    split_special_tokens: bool = False  # encode callers' control tokens as plain text
+    template_sandbox: Sandbox | None = None
 
     @classmethod
     def of(cls, spec: ChatSpec, template_sandbox: Sandbox) -> "ChatFormats":
-        """Return the formats that models.yaml sets for a model."""
         return cls(
             chat_template=spec.chat_template,
             template_args=spec.chat_template_kwargs,
@@ -371,7 +340,7 @@ class ChatFormats:
 def wrap_folder_tokenizer(
     folder: Path, *, name: str, eos_ids: int | list[int] | None = None
 ) -> TokenizerWrapper:
-    """Load a folder's tokenizer.json, without running any code in it. Raises ModelLoadFailed."""
+    """Load tokenizer.json without running code in the folder. Raises ModelLoadFailed."""
     if not (folder / "tokenizer.json").is_file():
         raise ModelLoadFailed(name, f"there is no tokenizer.json in {folder.name}")
     added = (folder / "tokenizer.json").read_bytes().count(b'"special"')
@@ -393,11 +362,11 @@ def chat_tokenizer(
 ) -> ChatTokenizer:
     """Wrap mlx-lm's tokenizer for chat. Raises ModelLoadFailed."""
     chat_template = formats.chat_template
-    # The tool format that mlx-lm has inferred from the checkpoint's own template.
+    # The tool format that mlx-lm inferred from the checkpoint's template.
     declared = wrapper._tokenizer.init_kwargs.get("tool_parser_type")
     if chat_template is not None:
         wrapper.chat_template, declared = chat_template, None
-        wrapper._chat_template = None  # mlx-lm's function would take precedence
+        wrapper._chat_template = None  # otherwise mlx-lm's function is used
     if not (wrapper.has_chat_template or chat_template):
         raise ModelLoadFailed(name, "it has no chat template; set `chat_template:` in models.yaml")
     template = ChatTemplate(wrapper, formats.template_sandbox)

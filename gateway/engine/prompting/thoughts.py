@@ -1,8 +1,6 @@
-"""The form in which a chat template expects thoughts in earlier turns, found by rendering made-up
-turns.
+"""The form in which a chat template expects thoughts, found by rendering made-up turns.
 
-Templates render thoughts only in some turns: in an answer after a tool's result, in a turn with a
-call, or in any last answer. gpt-oss's template refuses a turn with a thought, a text and a call.
+Templates render thoughts only after a tool's result, with a call, or in the last answer.
 """
 
 import math
@@ -16,9 +14,9 @@ from gateway.jobs.chat import Function, GenerateJob, Sampling
 
 Turn: TypeAlias = Mapping[str, Any]
 PutThought: TypeAlias = Callable[[Turn, str], Turn]
-"""Returns a turn with a thought added, in the form that a template expects."""
+"""A function that adds a thought to a turn, in the form that a template expects."""
 
-THOUGHT_KEY: Final = "reasoning_content"  # the thought's key in a job's turns and most templates
+THOUGHT_KEY: Final = "reasoning_content"  # in jobs and most templates
 THOUGHT: Final = "The tide turns at seven."
 ARGUMENTS: Final[Mapping[str, Any]] = {"harbour": "Old Whitby", "days": 3}
 FUNCTION: Final = Function(
@@ -38,11 +36,10 @@ _FOUND: Final[Turn] = {"role": "tool", "content": "Slack water.", "tool_call_id"
 _ANSWERING: Final[Turn] = {"role": "assistant", "content": "Sail at eight."}
 CALLING: Final = (_ASKED, _CALLING)
 ANSWERING: Final = ((_ASKED, _CALLING, _FOUND, _ANSWERING), CALLING, (_ASKED, _ANSWERING))
-"""Made-up conversations in whose last turns a template may show a thought."""
+"""Made-up conversations whose last turn may show a thought."""
 
 
 def trial_job(turns: Sequence[Turn]) -> GenerateJob:
-    """Return a job with a made-up conversation, in which the model may think and call FUNCTION."""
     function = {"name": FUNCTION.name, "description": "", "parameters": FUNCTION.parameters}
     return GenerateJob(
         caller=Caller(request_id="trial", deadline=math.inf, allowed_s=math.inf),
@@ -54,7 +51,6 @@ def trial_job(turns: Sequence[Turn]) -> GenerateJob:
 
 
 def put_as(key: str) -> PutThought:
-    """Return a function that adds a thought to a turn under the key `key`."""
     return lambda turn, thought: {**turn, key: thought}
 
 
@@ -69,14 +65,13 @@ def _put_alone(put: PutThought) -> PutThought:
 
 
 def _put_as_part(turn: Turn, thought: str) -> Turn:
-    """Add a thought as a part of the content, as Mistral's templates expect it."""
+    """Add a thought as a content part, for Mistral's templates."""
     text = turn.get("content")
     parts = [{"type": "text", "text": text}] if text else []
     return {**turn, "content": [{"type": "thinking", "thinking": thought}, *parts]}
 
 
-# Pairs of a word that a template must contain to read thoughts in a form, and the function that
-# adds a thought to a turn in this form.
+# Words that a template must contain for a form, and the form's function.
 _FORMS: Final[Sequence[tuple[str, PutThought]]] = (
     (THOUGHT_KEY, put_as(THOUGHT_KEY)),
     ("reasoning", put_as("reasoning")),
@@ -86,22 +81,19 @@ _FORMS: Final[Sequence[tuple[str, PutThought]]] = (
 
 
 def may_show_thoughts(template: ChatTemplate) -> bool:
-    """Return True if a template contains one of the words needed to read thoughts."""
     return any(template.has(word) for word, _ in _FORMS)
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """The form in which a template expects its model's earlier answers.
+    """The form in which a template expects earlier answers.
 
-    A template may write a line break after a thought, or between a text and a call. A line break
-    that the model wrote there is then removed: with both line breaks, the prompt would differ from
-    the tokens that the model wrote, and the prefix cache would miss.
+    If the template and the model both wrote a line break, the prefix cache would miss.
     """
 
     put: PutThought = _PUT
-    breaks_thoughts: bool = False
-    breaks_texts: bool = False
+    breaks_thoughts: bool = False  # the template breaks the line after a thought
+    breaks_texts: bool = False  # the template breaks the line between a text and a call
 
     def turn(self, turn: Turn, thought: str) -> tuple[Turn, str]:
         """Return a turn and its thought without the line breaks that the template writes."""
@@ -112,16 +104,16 @@ class Form:
 
 
 def find_form(template: ChatTemplate, render: Callable[[Sequence[Turn]], str | None]) -> Form:
-    """Return the form in which a template expects turns; the default if it renders no thoughts.
+    """Return the form that a template expects, or the default if it renders no thoughts.
 
-    `render` returns the text of a conversation, or None if the template refuses it.
+    `render` returns a conversation's text, or None if the template refuses it.
     """
     talk = (render([_ASKED, _TALKING]) if template.has("tool_calls") else None) or ""
     breaks_texts = f"{_TALKING['content']}\n" in talk
     for word, put in _FORMS:
         for *earlier, last in ANSWERING if template.has(word) else ():
             text = render([*earlier, put(last, THOUGHT)]) or ""
-            # A template that doesn't know content parts may print the list of them as text.
+            # A template without support for content parts may print them as a list.
             if THOUGHT in text and not any(f"{mark}thinking{mark}:" in text for mark in "'\""):
                 is_refused = talk and render([_ASKED, put(_TALKING, THOUGHT)]) is None
                 put = _put_alone(put) if is_refused else put

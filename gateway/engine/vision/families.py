@@ -1,21 +1,22 @@
-"""The families whose images are read, known by a folder's small files; without mlx."""
+"""The model families whose images are read, recognized without mlx."""
 
 import json
 import re
 from pathlib import Path
 from typing import Any, Final
 
-# The model types of config.json.
+# Values of model_type in config.json.
 FAMILIES: Final = frozenset({"qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"})
-# The beginnings of the names of a tower's arrays: transformers' two layouts, and mlx-vlm's.
+# Prefixes of a tower's arrays in transformers' two layouts and mlx-vlm's.
 TOWER: Final = re.compile(r"^(model\.visual|visual|vision_tower)\.")
 PROCESSORS: Final = ("processor_config.json", "preprocessor_config.json")
 _HEADER_BYTES: Final = 100_000_000
 
 
 def reads_images(folder: Path) -> bool:
-    """Return True if a folder's files have a tower of a family that is served, and say how it wants
-    its images. Raises OSError and ValueError for files that cannot be read.
+    """Return True if a folder has a supported tower and the settings of an image processor.
+
+    Raises OSError and ValueError.
     """
     config = _object((folder / "config.json").read_bytes())
     if config.get("model_type") not in FAMILIES or "vision_config" not in config:

@@ -1,6 +1,4 @@
-"""The features of images: those of a sequence while its prompt is read, and those of images that
-were encoded lately.
-"""
+"""The features of a sequence's images, and a cache of recent features."""
 
 import threading
 from collections import OrderedDict
@@ -20,12 +18,12 @@ V = TypeVar("V")
 
 @dataclass(slots=True, eq=False)
 class Images:
-    """The images of one sequence. Features are here while its prompt is read."""
+    """The images of one sequence, with their features while its prompt is read."""
 
     spans: Sequence[ImageSpan]
     layout: Layout
-    salt: str  # the callers who may share the features: no other learns of an image by its time
-    features: dict[int, mx.array] = field(default_factory=dict)  # by the image's first token
+    salt: str  # callers with another salt share no features, so timing tells them nothing
+    features: dict[int, mx.array] = field(default_factory=dict)  # by the first token's index
 
     @property
     def row(self) -> Row:
@@ -39,9 +37,7 @@ class SeenSequence(Protocol):
 
 
 class Recent(Generic[K, V]):
-    """Values used lately, bounded by their bytes: the least recently used are dropped. Safe on any
-    thread.
-    """
+    """A cache that drops the least recently used values, safe on any thread."""
 
     def __init__(self, most_bytes: int, measure: Callable[[V], int]) -> None:
         self.most_bytes = most_bytes
@@ -51,7 +47,6 @@ class Recent(Generic[K, V]):
         self._values: OrderedDict[K, V] = OrderedDict()
 
     def get(self, key: K) -> V | None:
-        """Return a value, if it is here."""
         with self._lock:
             value = self._values.get(key)
             if value is not None:
@@ -59,7 +54,6 @@ class Recent(Generic[K, V]):
             return value
 
     def keep(self, key: K, value: V) -> None:
-        """Keep a value, unless it is too large by itself."""
         with self._lock:
             if key in self._values or self._measure(value) > self.most_bytes:
                 return
@@ -70,7 +64,6 @@ class Recent(Generic[K, V]):
                 self.nbytes -= self._measure(dropped)
 
     def clear(self) -> None:
-        """Drop all values."""
         with self._lock:
             self._values.clear()
             self.nbytes = 0

@@ -1,6 +1,4 @@
-"""The positions of a prompt's tokens for M-RoPE: an image's tokens have a time, a row and a column
-(Qwen2-VL, https://arxiv.org/abs/2409.12191, 2.1).
-"""
+"""The positions of tokens for M-RoPE (Qwen2-VL, https://arxiv.org/abs/2409.12191, 2.1)."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -16,27 +14,25 @@ Points = NDArray[np.int32]
 class Layout:
     """The positions of a prompt's tokens."""
 
-    points: Points  # (tokens, 3): time, row and column; a token of text has three equal numbers
-    shift: int = 0  # the difference between position and index of all tokens behind the prompt
+    points: Points  # (tokens, 3): time, row and column, which are equal for text
+    shift: int = 0  # position minus index of the tokens after the prompt
 
     def at(self, index: int) -> int:
-        """Return the difference between position and index, for a token of text."""
         if index >= len(self.points):
             return self.shift
         return int(self.points[index, 0]) - index
 
     def window(self, start: int, width: int) -> Points:
-        """Return the positions of `width` tokens from `start` on, those behind the prompt too."""
+        """Return the positions of `width` tokens from `start` on, also beyond the prompt."""
         inside = self.points[start : start + width]
         behind = np.arange(start + len(inside), start + width, dtype=np.int32) + self.shift
         return np.concatenate([inside, np.repeat(behind[:, None], 3, axis=1)])
 
 
 def lay_out(tokens: int, images: Iterable[tuple[int, tuple[int, int]]]) -> Layout:
-    """Return the layout of a prompt. `images` are pairs of an image's first token and its rows
-    and columns of tokens, in order.
+    """Return a prompt's layout, for pairs of an image's first token and (rows, columns).
 
-    An image begins where the text before it ends; the text behind it begins after its longer side.
+    Text after an image continues at the image's position plus its longer side.
     """
     points: list[Any] = []
     index = place = 0

@@ -1,7 +1,4 @@
-"""Pixels → the patches that a tower reads, with the same numbers as transformers' processors.
-
-A family has a class here: how large it wants an image, and its patches.
-"""
+"""The patches of pixels that a tower reads, with the same numbers as in transformers."""
 
 import math
 from dataclasses import dataclass
@@ -14,11 +11,12 @@ from gateway.engine.models.checkpoint import Checkpoint
 
 Triple: TypeAlias = tuple[float, float, float]
 
-FILTERS: Final = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")  # by their numbers
-MOST_SIDE: Final = 256  # pixels of a patch's side, patches of a block's, frames of a patch
+# Indexed by their numbers in Pillow.
+FILTERS: Final = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
+MOST_SIDE: Final = 256  # limit of patch_size, merge_size and temporal_patch_size
 MOST_PIXELS: Final = 1 << 28
-CHANNELS: Final = 3  # red, green and blue
-# transformers' values for keys that a file lacks.
+CHANNELS: Final = 3
+# transformers' defaults.
 QWEN_DEFAULTS: Final = {
     "shortest_edge": 56 * 56,
     "longest_edge": 28 * 28 * 1280,
@@ -34,26 +32,22 @@ QWEN_DEFAULTS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class QwenPatches:
-    """The images of Qwen2-VL and its successors: whole blocks of patches, in any proportion.
+    """The image settings of Qwen2-VL and its successors."""
 
-    Each block of `merge` by `merge` patches becomes one token.
-    """
-
-    patch: int  # pixels of a side
-    merge: int  # patches of a block's side
-    frames: int  # equal frames of a patch: the tower reads videos too
+    patch: int  # pixels per side
+    merge: int  # patches per side of a token
+    frames: int  # equal frames in a patch, since towers read videos too
     least_pixels: int
     most_pixels: int
-    mean: Triple  # for red, green and blue, as is the next
+    mean: Triple  # red, green and blue
     std: Triple
-    scale: float  # multiplies a byte, before the mean is taken away
+    scale: float  # multiplies a byte before the mean is subtracted
     resample: str
 
     def size(self, width: int, height: int, max_tokens: int | None = None) -> tuple[int, int]:
         """Return the width and height to decode an image to.
 
-        A narrow strip, or an image that has to grow, may become a few tokens more than
-        `max_tokens`: transformers rounds those up.
+        Narrow or small images may get a few tokens more than `max_tokens`, as in transformers.
         """
         block = self.patch * self.merge
         most = self.most_pixels
@@ -62,25 +56,21 @@ class QwenPatches:
         return smart_resize(width, height, block, min(self.least_pixels, most), most)
 
     def grid(self, width: int, height: int) -> tuple[int, int]:
-        """Return the rows and columns of patches at this size, one that `size` gave."""
+        """Return the rows and columns of patches."""
         return height // self.patch, width // self.patch
 
     def tokens(self, width: int, height: int) -> int:
-        """Count the tokens at this size, one that `size` gave."""
         rows, columns = self.grid(width, height)
         return rows * columns // self.merge**2
 
     def to_patches(self, rgb: NDArray[np.uint8]) -> NDArray[np.float32]:
-        """Return patches, a row each, of pixels (height, width, 3) at a size that `size` gave.
-
-        The patches of a block follow one another. A row has channels, frames and lines.
-        """
+        """Return patches, ordered by token, of pixels (height, width, 3)."""
         rows, columns = self.grid(rgb.shape[1], rgb.shape[0])
         patch, merge = self.patch, self.merge
         split = rgb.reshape(rows // merge, merge, patch, columns // merge, merge, patch, 3)
         ordered = split.transpose(0, 3, 1, 4, 6, 2, 5).reshape(rows * columns, 3, 1, patch**2)
         patches = np.empty((rows * columns, 3, self.frames, patch**2), np.float32)
-        # A byte has 256 values: each is computed once, in the order and types of transformers.
+        # Each of a byte's 256 values is computed once, in transformers' order and dtypes.
         levels = (np.arange(256, dtype=np.float64) * self.scale).astype(np.float32)
         for channel in range(3):
             mean, std = np.float32(self.mean[channel]), np.float32(self.std[channel])
@@ -89,7 +79,7 @@ class QwenPatches:
 
 
 def smart_resize(width: int, height: int, block: int, least: int, most: int) -> tuple[int, int]:
-    """Return the size nearest to an image's, of whole blocks and `least` to `most` pixels."""
+    """Return the nearest size of whole blocks, with `least` to `most` pixels."""
     area = width * height
     rounded = round(width / block) * round(height / block) * block**2
     if rounded > most:
@@ -105,7 +95,7 @@ def smart_resize(width: int, height: int, block: int, least: int, most: int) -> 
 
 
 def read_qwen(checkpoint: Checkpoint) -> QwenPatches:
-    """Read how a Qwen checkpoint wants its images. Raises ModelLoadFailed, which names the key."""
+    """Read a Qwen checkpoint's image settings. Raises ModelLoadFailed."""
     written = checkpoint.read_object("processor_config.json").get("image_processor")
     if written is None:
         written = checkpoint.read_object("preprocessor_config.json")
@@ -140,7 +130,6 @@ def _count(given: dict[str, Any], key: str, most: int, least: int = 1) -> int:
 
 
 def _triple(given: dict[str, Any], key: str) -> Triple:
-    """Return a value for each channel; a number alone is that of all three."""
     value = given[key]
     listed = [float(each) for each in (value if isinstance(value, list | tuple) else [value] * 3)]
     is_divisor = key != "image_mean"

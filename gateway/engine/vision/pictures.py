@@ -1,4 +1,4 @@
-"""An image file's size and pixels. Pillow reads it in the sandbox, and never in this process."""
+"""An image file's size and pixels, read by Pillow in the sandbox."""
 
 import hashlib
 import secrets
@@ -10,24 +10,20 @@ from numpy.typing import NDArray
 from gateway.engine.sandbox_worker import Sandbox, refuse_size
 from gateway.errors import BadRequest, Overloaded, Unavailable
 
-MOST_BYTES: Final = 1 << 30  # bytes of memory beside the file: 64 million pixels take 700 MB
+MOST_BYTES: Final = 1 << 30  # 64 million pixels take 700 MB
 BUSY_S: Final = 2.0
 _KEY: Final = secrets.token_bytes(32)
 INVALID: Final = "the process that read it gave an invalid answer"
 
 
 def measure(sandbox: Sandbox, data: bytes, place: str, salt: str = "") -> tuple[int, int]:
-    """Return an image's width and height, after the turn that its EXIF asks for.
+    """Return an image's width and height after the rotation that its EXIF states.
 
-    Only the header is read: pixels that are broken or missing are found by `decode`. `place` is the
-    image's place in the request. No caller with another `salt` learns from the time that the file
-    was read before.
-
-    Raises BadRequest for a file that is not decoded, Overloaded if other images take all the time,
-    and Unavailable if the system ended the process that read it, or gave it no processor.
+    Only the header is read. A caller with another `salt` cannot learn that the file was read
+    before. Raises BadRequest for a file that is not decoded, Overloaded, and Unavailable.
     """
     value = _read(sandbox, {"kind": "measure"}, data, place, salt)
-    # Whoever broke into the process may have sent the size.
+    # The answer isn't trusted: an attacker may control the process.
     match value:
         case [int(width), int(height)] if refuse_size(width, height) is None:
             return width, height
@@ -39,14 +35,13 @@ def decode(
     data: bytes,
     width: int,
     height: int,
-    resample: str,
+    resample: str,  # a filter of Pillow's in lower case
     place: str,
     salt: str = "",
 ) -> NDArray[np.uint8]:
-    """Return an image's pixels at a size: (height, width, 3) of red, green and blue, read-only.
+    """Return an image's pixels at a size, (height, width, 3), over white and read-only.
 
-    `resample` is one of Pillow's filters, in lower case. Transparent pixels are shown over white.
-    Raises as `measure` does.
+    Raises the errors of `measure`.
     """
     nbytes = width * height * 3
     size = {"width": width, "height": height, "resample": resample}
@@ -58,8 +53,7 @@ def decode(
 
 
 def _read(sandbox: Sandbox, request: dict[str, Any], data: bytes, place: str, salt: str) -> Any:
-    """Return the value of an answer; raise the error of any other outcome."""
-    # The key may get into a log: a plain hash would tell a known image.
+    # The key may be logged, and a plain hash would identify a known image.
     key = hashlib.blake2b(salt.encode() + b"\0" + data, digest_size=32, key=_KEY).digest()
     outcome, value = sandbox({**request, "data": data, "max_bytes": MOST_BYTES}, key)
     if outcome in ("measured", "decoded"):

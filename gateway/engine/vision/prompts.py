@@ -1,4 +1,4 @@
-"""The images of a job → spans of its prompt: measured, decoded, and given ids of their content."""
+"""The images of a job → spans of its prompt."""
 
 import hashlib
 import hmac
@@ -16,18 +16,18 @@ from gateway.engine.vision.towers import tower_tensors
 from gateway.errors import BadRequest, ContextLengthExceeded, ModelLoadFailed
 from gateway.jobs.images import FIRST_IMAGE_ID, Detail, ImageInput, ImageSpan
 
-# The most tokens of an image by its detail; the model's own files may want fewer.
+# An image's token limit by its detail.
 MOST_TOKENS: Final[dict[Detail, int]] = {"low": 256, "auto": 2048, "high": 8192}
-PIXEL_BYTES: Final = 256 << 20  # bytes of the images decoded lately
+PIXEL_BYTES: Final = 256 << 20  # for recently decoded images
 _ID_BYTES: Final = 7
 _SECRET: Final = secrets.token_bytes(32)
 
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """An image's pixels at the size that a model wants, and a digest of them."""
+    """An image's decoded pixels."""
 
-    key: bytes
+    key: bytes  # a digest of grid and pixels
     grid: tuple[int, int]  # rows and columns of patches
     pixels: bytes
 
@@ -36,14 +36,13 @@ def _count_bytes(image: Decoded) -> int:
     return len(image.pixels)
 
 
-# Images decoded lately, for all models, by a digest of the file, the wanted size and the caller's
-# salt.
+# Recently decoded images of all models, by a digest of file, size and salt.
 _DECODED: Final[Recent[bytes, Decoded]] = Recent(PIXEL_BYTES, _count_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """The size to decode an image to; or the image, if it was decoded lately."""
+    """The size to decode an image to, or the image itself if `found`."""
 
     name: bytes  # its key in _DECODED
     width: int
@@ -53,20 +52,19 @@ class _Plan:
 
 @dataclass(frozen=True, slots=True)
 class ImageFormat:
-    """How a model's images are prepared, and the tokens that stand for them in a prompt."""
+    """A model's preparation of images, and their tokens in a prompt."""
 
     patches: QwenPatches
-    start: int  # the token before an image, and the one behind it
+    start: int  # the token before an image; `end` is the token after it
     end: int
     sandbox: Sandbox
-    max_context: int  # tokens
+    max_context: int
     secret: bytes = _SECRET
 
     def read(self, images: Sequence[ImageInput], salt: str = "") -> list[Decoded]:
-        """Return images' pixels, at the model's sizes.
+        """Return images' pixels at the model's sizes, cached for callers with the same `salt`.
 
-        Callers with another `salt` wait for another decoding: the time tells them nothing. Raises
-        ContextLengthExceeded before any image is decoded, and the errors of `decode`.
+        Raises ContextLengthExceeded before any image is decoded, and the errors of `decode`.
         """
         plans = [self._plan(image, salt) for image in images]
         tokens = sum(self.patches.tokens(plan.width, plan.height) for plan in plans)
@@ -85,7 +83,7 @@ class ImageFormat:
         return _Plan(name, *self.patches.size(*sides, MOST_TOKENS[image.detail]))
 
     def _decode(self, image: ImageInput, plan: _Plan, salt: str) -> Decoded:
-        found = plan.found or _DECODED.get(plan.name)  # one image may stand there twice
+        found = plan.found or _DECODED.get(plan.name)  # a prompt may have an image twice
         if found is not None:
             return found
         size = plan.width, plan.height
@@ -96,10 +94,10 @@ class ImageFormat:
         return decoded
 
     def ids(self, image: Decoded) -> list[int]:
-        """Return the ids that stand for an image: the mark before it, an id of its content for each
-        of its tokens, and the mark behind it.
+        """Return an image's ids, which are a repeated id between two marks.
 
-        The id is keyed by a secret, so that nobody can make two images with the same one.
+        The id depends on the content and on a secret, so nobody can make two images with the same
+        id.
         """
         rows, columns = image.grid
         digest = hmac.digest(self.secret, image.key, "sha256")[:_ID_BYTES]
@@ -115,9 +113,9 @@ def read_image_format(
     note: Callable[[str], None],
     secret: bytes | None = None,
 ) -> ImageFormat | None:
-    """Return the image format of a folder; None for a model that reads text alone. `note` is called
-    with the reason why a tower is not used. Ids of images are keyed by `secret`, or by the
-    process's own.
+    """Return a folder's image format, or None if the model reads only text.
+
+    `note` is called with the reason why a tower is not used.
     """
     if not tower_tensors(checkpoint):
         return None
@@ -142,9 +140,9 @@ def place_images(
     encode: Callable[[str], list[int]],
     salt: str = "",
 ) -> tuple[list[int], list[ImageSpan]]:
-    """Return a prompt's ids, and its spans, for a template's text with the words of images.
+    """Return a prompt's ids and spans, for rendered text with the images' placeholder words.
 
-    Raises BadRequest if the template does not show each image once, and as `ImageFormat.read` does.
+    Raises BadRequest if a word doesn't occur exactly once, and the errors of `ImageFormat.read`.
     """
     found = sorted((text.find(image.word), number) for number, image in enumerate(images))
     for place, number in found:

@@ -1,7 +1,6 @@
-"""The vision tower of Qwen3-VL and Qwen3.5 to 3.8: an image's patches → the features of its
-tokens.
+"""The vision tower of Qwen3-VL and Qwen3.5 to 3.8: patches → the features of tokens.
 
-The architecture is transformers' `Qwen3VLVisionModel`. Modules have the names of its weights.
+Source: transformers' `Qwen3VLVisionModel`, with the same names.
 """
 
 import time
@@ -24,21 +23,21 @@ Grid = tuple[int, int]  # rows and columns of patches
 Angles = tuple[mx.array, mx.array]  # cosines and sines, (patches, half a head)
 Work = Generator[None, None, mx.array]
 
-# The work of a layer is cut into parts, between which others may have the lane.
-PART_S: Final = 0.05  # seconds of a part: a fifth of a pass, as delivered
-MOST_PATCHES: Final = 512  # patches in a part, at most
-# Scores of a part's attention. Without a fused kernel, as on a CPU, they are held, and slow.
+# A layer's work is divided, so that other work gets the lane in between.
+PART_S: Final = 0.05  # seconds
+MOST_PATCHES: Final = 512  # the most patches of a part
+# Attention scores of a part. Without a fused kernel, they need memory and time.
 LEAST_SCORES: Final = 1 << 14
 MOST_SCORES: Final = 1 << 25
 
 _EPS: Final = 1e-6
 _THETA: Final = 10000.0
-_HELD: Final = 8  # arrays of all patches at once: a layer's input, its projections, its output
+_HELD: Final = 8  # a layer's arrays that exist at once: input, projections and output
 
 
 @dataclass(frozen=True, slots=True)
 class QwenVision:
-    """The numbers of a tower, from the `vision_config` of config.json."""
+    """The settings in `vision_config` of config.json."""
 
     depth: int
     hidden_size: int
@@ -49,12 +48,12 @@ class QwenVision:
     num_position_embeddings: int  # a square grid of learned positions
     in_channels: int = 3
     temporal_patch_size: int = 2
-    spatial_merge_size: int = 2  # a token has the patches of a square of this side
+    spatial_merge_size: int = 2  # patches per side of a token
     deepstack: tuple[int, ...] = ()  # layers whose output is added to the decoder's first layers
 
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> "QwenVision":
-        """Read the numbers. Raises KeyError, TypeError and ValueError for wrong ones."""
+        """Read the settings. Raises KeyError, TypeError and ValueError."""
         names = cls.__dataclass_fields__.keys() & config.keys()
         deepstack = tuple(map(int, config.get("deepstack_visual_indexes") or ()))
         numbers = cls(**{name: int(config[name]) for name in names}, deepstack=deepstack)
@@ -75,28 +74,24 @@ class QwenVision:
 
     @property
     def patch_numbers(self) -> int:
-        """Return the number of values in a patch."""
         return self.in_channels * self.temporal_patch_size * self.patch_size**2
 
     @property
     def token_numbers(self) -> int:
-        """Return the number of values in the patches of a token, after the last layer."""
         return self.hidden_size * self.spatial_merge_size**2
 
 
 class _Pace:
-    """The size of the parts of one kind of work, by the time that earlier parts took."""
+    """The size of parts of one kind of work, adapted to the time that parts take."""
 
     def __init__(self, least: int, first: int, most: int) -> None:
         self._least, self._most = least, most
         self._size = first
 
     def choose(self, cost: int, multiple: int) -> int:
-        """Return the number of patches in the next part, each of which has this cost."""
         return min(MOST_PATCHES, max(1, self._size // cost // multiple) * multiple)
 
     def note(self, seconds: float) -> None:
-        """Note the time that a part took."""
         if seconds > PART_S:
             self._size = max(self._least, self._size // 2)
         elif seconds < PART_S / 4:
@@ -112,7 +107,7 @@ class _Attention(Module):
         self.proj = Linear(size, size)
 
     def project(self, x: mx.array, angles: Angles) -> mx.array:
-        """Return queries, keys and values, turned, of patches: (3, heads, patches, size)."""
+        """Return queries and keys, rotated, and values, (3, heads, patches, size)."""
         projected = self.qkv(x).reshape(len(x), 3, self._heads, -1).transpose(1, 2, 0, 3)
         first, second = mx.split(projected[:2].astype(mx.float32), 2, axis=-1)
         cosines, sines = angles
@@ -121,7 +116,7 @@ class _Attention(Module):
         return mx.concatenate([turned, projected[2:]])
 
     def attend(self, queries: mx.array, keys: mx.array, values: mx.array) -> mx.array:
-        """Return (patches, hidden) for queries, (heads, patches, size), among all patches."""
+        """Return (patches, hidden) for some queries, (heads, patches, size)."""
         scale = queries.shape[-1] ** -0.5
         attended = mx.fast.scaled_dot_product_attention(
             queries[None], keys[None], values[None], scale=scale
@@ -151,18 +146,14 @@ class _Block(Module):
         self.mlp = _Mlp(numbers)
 
     def project(self, x: mx.array, angles: Angles) -> mx.array:
-        """Return queries, keys and values of patches, (3, heads, patches, size)."""
         return self.attn.project(self.norm1(x), angles)
 
     def attend(self, x: mx.array, queries: mx.array, keys: mx.array, values: mx.array) -> mx.array:
-        """Return the layer's output, (patches, hidden), for these patches among all."""
         x = x + self.attn.attend(queries, keys, values)
         return x + self.mlp(self.norm2(x))
 
 
 class _Merger(Module):
-    """Maps the patches of a token to its features. DeepStack's mergers normalize them together."""
-
     def __init__(self, numbers: QwenVision, *, is_deep: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._width = numbers.token_numbers
@@ -181,12 +172,12 @@ class _Merger(Module):
 
 
 class QwenTower(Module):
-    """A tower with its weights: it encodes one image at a time."""
+    """A tower with its weights, which encodes one image at a time."""
 
     def __init__(self, numbers: QwenVision) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.numbers = numbers
-        # A convolution over whole patches is one product.
+        # The convolution over whole patches is one matrix product.
         self.patch_embed = Linear(numbers.patch_numbers, numbers.hidden_size)
         self.pos_embed = Embedding(numbers.num_position_embeddings, numbers.hidden_size)
         self.blocks = [_Block(numbers) for _ in range(numbers.depth)]
@@ -196,11 +187,10 @@ class QwenTower(Module):
         self._heavy = _Pace(LEAST_SCORES, 1 << 18, MOST_SCORES)  # in scores
 
     def encode(self, patches: mx.array, grid: Grid) -> Work:
-        """Return an image's features, (tokens, 1 + layers of DeepStack, hidden size of the
-        decoder). Yield after each part of the work.
+        """Return an image's features, (tokens, 1 + DeepStack layers, decoder's hidden size), in
+        steps.
 
-        `patches`, (patches, values of one), come in the order of tokens: those of a token's square
-        one after another.
+        `patches`, (patches, values), are ordered by token.
         """
         rows, columns = _places(grid, self.numbers.spatial_merge_size)
         angles = self._angles(rows, columns)
@@ -244,7 +234,7 @@ class QwenTower(Module):
         cost: int = 1,
         axis: int = 0,
     ) -> Work:
-        """Do work on parts of `count` patches, none of which cuts a token; join the outputs."""
+        """Do work on parts of `count` patches, without dividing a token, and join the outputs."""
         outputs: list[mx.array] = []
         start = 0
         while start < count:
@@ -259,7 +249,7 @@ class QwenTower(Module):
 
     @property
     def token_bytes(self) -> int:
-        """Return the bytes that a token of an image takes at most while it is encoded and read."""
+        """Return the most bytes that an image's token takes while it is encoded and read."""
         numbers, itemsize = self.numbers, self._dtype.size
         patches = numbers.token_numbers * _HELD
         return itemsize * (patches + numbers.out_hidden_size * (1 + len(numbers.deepstack)))
@@ -269,7 +259,7 @@ class QwenTower(Module):
         return self.blocks[0].norm1.weight.dtype
 
     def _positions(self, rows: Any, columns: Any, grid: Grid) -> mx.array:
-        """Interpolate the learned positions between their four neighbours, (patches, hidden)."""
+        """Return interpolated learned positions, (patches, hidden)."""
         side = round(self.numbers.num_position_embeddings**0.5)
         below, across = _neighbours(rows, grid[0], side), _neighbours(columns, grid[1], side)
         total: mx.array | None = None
@@ -282,9 +272,7 @@ class QwenTower(Module):
         return total
 
     def _angles(self, rows: Any, columns: Any) -> tuple[mx.array, mx.array]:
-        """Return cosines and sines, (patches, half a head): the first half turns by the row, the
-        second by the column.
-        """
+        """Return cosines and sines, (patches, half a head), by row and then by column."""
         half = self.numbers.hidden_size // self.numbers.num_heads // 2
         frequencies = 1.0 / _THETA ** (mx.arange(0, half, 2) / half)
         places = mx.array(np.stack([rows, columns], 1).astype(np.float32))
@@ -293,7 +281,6 @@ class QwenTower(Module):
 
 
 def _places(grid: Grid, merge: int) -> tuple[Any, Any]:
-    """Return the row and the column of each patch, in the order of tokens."""
     rows, columns = grid
     shape = rows // merge, merge, columns // merge, merge
     row, column = (each.reshape(shape).transpose(0, 2, 1, 3) for each in np.mgrid[:rows, :columns])
@@ -301,9 +288,7 @@ def _places(grid: Grid, merge: int) -> tuple[Any, Any]:
 
 
 def _neighbours(places: Any, count: int, side: int) -> list[tuple[Any, Any]]:
-    """Return the two nearest of `side` learned positions for places among `count`, and the share
-    of each.
-    """
+    """Return the two nearest of `side` learned positions, and the share of each."""
     exact = places.astype(np.float32) * np.float32((side - 1) / max(count - 1, 1))
     low = np.floor(exact).astype(np.int32)
     share = (exact - low).astype(np.float32)

@@ -1,4 +1,4 @@
-"""A decoder of mlx-lm's that reads images: features take the place of tokens' embeddings."""
+"""A decoder of mlx-lm's in which features can replace the embeddings of tokens."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,18 +15,17 @@ from gateway.engine.vision.rotation import Positions, Rotation
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """A row of a pass: the layout of its prompt and the features of its images."""
+    """The layout of a row's prompt and the features of its images."""
 
     layout: Layout | None = None  # None for a prompt without images
-    # Pairs of an image's first token and its features, (tokens, 1 + DeepStack's, hidden).
+    # Pairs of the first token's index and features, (tokens, 1 + DeepStack layers, hidden).
     images: Sequence[tuple[int, mx.array]] = ()
 
     def shift(self, start: int) -> int:
-        """Return the difference between position and index at a token of text."""
         return 0 if self.layout is None else self.layout.at(start)
 
     def parts(self, start: int, width: int) -> Iterator[tuple[slice, mx.array]]:
-        """Yield the features within `width` tokens from `start` on, each with its place there."""
+        """Yield features among `width` tokens from `start` on, with their places there."""
         for first, features in self.images:
             begin, end = max(first, start), min(first + len(features), start + width)
             if begin < end:
@@ -34,10 +33,10 @@ class Row:
 
 
 class SeeingDecoder:
-    """A model, prepared to read images. Its rope is replaced; its weights are shared."""
+    """A model that reads images, with its rope replaced and its weights shared."""
 
     def __init__(self, model: Any, config: dict[str, Any]) -> None:
-        """Raises ValueError for a model whose rope cannot turn by rows and columns."""
+        """Raises ValueError for an unsupported kind of rope."""
         self._model, self._inner = model, model.language_model.model
         self._positions = Positions()
         rope = text_config(config).get("rope_parameters") or text_config(config)["rope_scaling"]
@@ -50,7 +49,7 @@ class SeeingDecoder:
     def __call__(
         self, tokens: mx.array, rows: Sequence[Row], starts: Sequence[int], **options: Any
     ) -> mx.array:
-        """Read tokens, (rows, n), whose first ones have these indices in their prompts."""
+        """Read tokens, (rows, n), that begin at the indices `starts` in their prompts."""
         width = tokens.shape[1]
         parts = [[*row.parts(at, width)] for row, at in zip(rows, starts, strict=True)]
         if not any(parts):
@@ -87,7 +86,7 @@ class SeeingDecoder:
 
     @contextmanager
     def placed(self, rows: Sequence[Row], starts: Sequence[int]) -> Iterator[None]:
-        """While entered, build passes of tokens of text, the first of which have these indices."""
+        """Inside the context, build passes of text tokens that begin at the indices `starts`."""
         shifts = [row.shift(at) for row, at in zip(rows, starts, strict=True)]
         self._positions.place(shifts=mx.array(shifts) if any(shifts) else None)
         try:
@@ -102,9 +101,8 @@ class SeeingDecoder:
 
 @contextmanager
 def _adding(layers: Sequence[Any], added: Sequence[mx.array]) -> Iterator[None]:
-    """While entered, add an array to the output of each layer: DeepStack's features."""
-    # Python looks `__call__` up on the class, so it is replaced there: on the lane's thread, where
-    # nothing else runs a model meanwhile.
+    """Inside the context, add an array to the output of each layer, for DeepStack."""
+    # Python looks `__call__` up on the class, and only the lane's thread runs models.
     sums = {id(layer): each for layer, each in zip(layers, added, strict=True)}
     calls: dict[type, Callable[..., Any]] = {type(each): type(each).__call__ for each in layers}
 

@@ -1,8 +1,4 @@
-"""M-RoPE, which turns a decoder's queries and keys by the time, the row and the column of a token.
-
-It stands in the place of an attention's `rope`. In a pass without images it is that very rope, at
-the positions that the images before have left.
-"""
+"""M-RoPE, which rotates queries and keys by a token's time, row and column."""
 
 from collections.abc import Sequence
 from typing import Any, Final
@@ -17,24 +13,23 @@ _AXES: Final = 3
 
 
 class Positions:
-    """The positions of the pass that is being built, which all layers of a model share."""
+    """The positions of the pass being built, shared by all layers."""
 
     def __init__(self) -> None:
-        self.shifts: mx.array | None = None  # (rows,): added to the offsets; None adds nothing
+        self.shifts: mx.array | None = None  # (rows,), added to the offsets
         self._points: mx.array | None = None
         self._tables: tuple[mx.array, mx.array] | None = None
 
     @property
     def points(self) -> mx.array | None:
-        """Return the position of each token, (rows, tokens, 3); None in a pass without images."""
+        """Return each token's position, (rows, tokens, 3), or None without images."""
         return self._points
 
     def place(self, points: mx.array | None = None, shifts: mx.array | None = None) -> None:
-        """Set the positions of the next pass."""
         self._points, self.shifts, self._tables = points, shifts, None
 
     def tables(self, axes: mx.array, frequencies: mx.array) -> tuple[mx.array, mx.array]:
-        """Return cosines and sines, (rows, 1, tokens, half of the turned numbers), made once."""
+        """Return the pass's cosines and sines, (rows, 1, tokens, half of the rotated size)."""
         if self._tables is None:
             assert self._points is not None
             angles = self._points[..., axes].astype(mx.float32) * frequencies
@@ -43,12 +38,12 @@ class Positions:
 
 
 class Rotation(Module):
-    """A decoder's rope that reads `Positions`."""
+    """A replacement for a decoder's rope that reads `Positions`."""
 
     def __init__(self, rope: Any, sections: Sequence[int], positions: Positions) -> None:
-        """`sections` are the numbers of pairs that turn by time, row and column, interleaved.
+        """`sections` are the numbers of pairs for time, row and column.
 
-        Raises ValueError for a rope of another kind.
+        Raises ValueError for an unsupported kind of rope.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self._rope, self._positions = rope, positions
@@ -59,7 +54,7 @@ class Rotation(Module):
         self._axes = mx.array(axes)
 
     def __call__(self, x: mx.array, offset: int | mx.array = 0) -> mx.array:
-        """Turn x, (rows, heads, tokens, size), whose first tokens have these offsets in KV."""
+        """Rotate x, (rows, heads, tokens, size), whose rows begin at `offset` in the KV cache."""
         positions = self._positions
         if positions.points is None:
             shifts = positions.shifts
@@ -75,7 +70,7 @@ class Rotation(Module):
 
 
 def _numbers(rope: Any) -> tuple[int, mx.array, float]:
-    """Return the numbers that a rope turns, the frequencies of their pairs, and its scale."""
+    """Return a rope's rotated size, the frequencies of its pairs, and its scale."""
     if isinstance(rope, YarnRoPE):
         return rope.dims, mx.reciprocal(rope._freqs.astype(mx.float32)), float(rope.mscale)
     if isinstance(rope, RoPE) and not rope.traditional:

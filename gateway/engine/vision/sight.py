@@ -1,4 +1,4 @@
-"""The images of a model's sequences: each is encoded once, and read in the place of its tokens."""
+"""The images of a model's sequences, encoded once and read in place of their tokens."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,12 +18,12 @@ from gateway.engine.vision.reading import Row, SeeingDecoder
 from gateway.jobs.images import FIRST_IMAGE_ID, ImageSpan
 from gateway.jobs.steps import ImageCost, SequenceParams
 
-FEATURE_BYTES: Final = 128 << 20  # bytes of the features of images that were encoded lately
+FEATURE_BYTES: Final = 128 << 20  # for recently encoded images
 _TEXT: Final = Row()
 
 
 class Sight:
-    """A model's tower, and the decoder that reads its features. All of it runs on the lane."""
+    """A model's tower and the decoder that reads its features, used on the lane."""
 
     def __init__(
         self,
@@ -33,30 +33,25 @@ class Sight:
         preprocessing: QwenPatches,
         most_bytes: int = FEATURE_BYTES,
     ) -> None:
-        """Raises ValueError for a model whose positions cannot be those of images, and for parts
-        that do not fit together.
-        """
+        """Raises ValueError for a model that cannot read images, or for parts that don't fit."""
         _check_fit(tower.numbers, preprocessing, text_config(config))
         self._decoder = SeeingDecoder(model, config)
         self._tower = tower
         self._preprocessing = preprocessing
         self._image_token = config["image_token_id"]
         self._kept: Recent[tuple[str, bytes], mx.array] = Recent(most_bytes, _count_bytes)
-        self.encoded = 0  # images that have gone through the tower
-        self.recalled = 0  # images whose features were at hand
+        self.encoded = 0  # images that the tower encoded
+        self.recalled = 0  # images whose features were cached
 
     @property
     def cost(self) -> ImageCost:
-        """Return the bytes that images add."""
         return ImageCost(self._tower.token_bytes, self._kept.most_bytes)
 
     @property
     def nbytes(self) -> int:
-        """Count the bytes of the tower and of the features kept."""
         return sum(array.nbytes for array in parameters(self._tower)) + self._kept.nbytes
 
     def begin(self, params: SequenceParams) -> Images | None:
-        """Return the images of a sequence that joins; None if it has none."""
         if not params.images:
             return None
         merge = self._preprocessing.merge
@@ -66,9 +61,7 @@ class Sight:
         return Images(params.images, layout, params.cache_salt)
 
     def encode(self, rows: Sequence[tuple[Images | None, int]]) -> Iterator[None]:
-        """Encode the images of sequences, except those within the tokens that are in KV already: a
-        part of a layer at each `next`. Raises ValueError for features that are not finite.
-        """
+        """Encode the images that are not in the KV cache yet, in steps. Raises ValueError."""
         for images, known in rows:
             for span in images.spans if images is not None else ():
                 assert images is not None
@@ -96,8 +89,9 @@ class Sight:
     def make_up(
         self, prompt: Sequence[int], start: int, size: tuple[int, int]
     ) -> tuple[list[int], Images]:
-        """Return a prompt with an image of these rows and columns of tokens, for a test. Its
-        features are the embeddings of the tokens that it replaces, in the opposite order.
+        """Return a test prompt with an image of `size` (rows, columns) in tokens.
+
+        The features are the replaced tokens' embeddings in reverse order.
         """
         end = start + size[0] * size[1]
         layers = 1 + len(self._tower.numbers.deepstack)
@@ -107,30 +101,27 @@ class Sight:
         return [*prompt[:start], *[self._image_token] * (end - start), *prompt[end:]], images
 
     def tokens(self, ids: Sequence[int]) -> list[int]:
-        """Return a prompt's ids with the model's own token in the place of ids of images."""
+        """Return ids with the model's image token instead of ids of images."""
         return [self._image_token if each >= FIRST_IMAGE_ID else each for each in ids]
 
     def reader(self, seqs: Sequence[SeenSequence]) -> "PromptReader":
-        """Return the model as it is called to read the prompts of these sequences."""
         return PromptReader(self._decoder, seqs)
 
     @contextmanager
     def placed(self, seqs: Sequence[SeenSequence]) -> Iterator[None]:
-        """While entered, build passes of tokens behind the prompts of these sequences."""
+        """Inside the context, build passes of tokens after these sequences' prompts."""
         rows = [_TEXT if each.images is None else each.images.row for each in seqs]
         behind = [0 if each.images is None else len(each.images.layout.points) for each in seqs]
         with self._decoder.placed(rows, behind):
             yield
 
     def clear(self, seqs: Sequence[SeenSequence] = ()) -> None:
-        """Drop the features of earlier images, and those of these sequences."""
         self._kept.clear()
         for seq in seqs:
             if seq.images is not None:
                 seq.images.features.clear()
 
     def close(self) -> None:
-        """Release every array."""
         self._kept.clear()
         del self._tower, self._decoder
 
@@ -140,18 +131,18 @@ def _count_bytes(features: mx.array) -> int:
 
 
 class PromptReader:
-    """A model that reads the prompts of a batch, as mlx-lm's batch calls it."""
+    """A model that reads a batch's prompts, called as mlx-lm's models are."""
 
     def __init__(self, decoder: SeeingDecoder, seqs: Sequence[SeenSequence]) -> None:
         self._decoder, self._seqs = decoder, seqs
         self._starts: list[int] = []
 
     def begin(self, starts: Sequence[int]) -> None:
-        """Set the tokens in KV of each row before the next pass."""
+        """Set each row's number of tokens in the KV cache."""
         self._starts = [*starts]
 
     def __call__(self, tokens: mx.array, **options: Any) -> mx.array:
-        """Read tokens, (rows, n), padded on the right for shorter rows."""
+        """Read tokens, (rows, n), padded on the right."""
         seqs = self._seqs[: len(self._starts)]
         rows = [_TEXT if each.images is None else each.images.row for each in seqs]
         logits = self._decoder(tokens, rows, self._starts, **options)
@@ -160,7 +151,6 @@ class PromptReader:
 
 
 def _check_fit(tower: QwenVision, patches: QwenPatches, decoder: Mapping[str, Any]) -> None:
-    """Raise ValueError unless a tower reads these patches, and its features fit the decoder."""
     for name, own, other in (
         ("patch_size", tower.patch_size, patches.patch),
         ("spatial_merge_size", tower.spatial_merge_size, patches.merge),

@@ -1,4 +1,4 @@
-"""A checkpoint's vision tower: found in its files, opened and read in slices."""
+"""Loading of a checkpoint's vision tower."""
 
 from collections.abc import Generator, Mapping
 from typing import Any
@@ -20,7 +20,7 @@ from gateway.engine.vision.qwen import QwenTower, QwenVision
 
 
 def tower_tensors(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """Return a tower's arrays in the files by name; none for a family that is not served."""
+    """Return a tower's arrays by name, none for an unsupported family."""
     if checkpoint.config().get("model_type") not in FAMILIES:
         return {}
     return {name: each for name, each in checkpoint.all_tensors().items() if TOWER.match(name)}
@@ -29,9 +29,9 @@ def tower_tensors(checkpoint: Checkpoint) -> dict[str, Tensor]:
 def open_tower(
     checkpoint: Checkpoint, *, device: Device, dtype: str | None, is_packed: bool = False
 ) -> Generator[None, None, QwenTower]:
-    """Read a checkpoint's tower, in steps. Must run on the lane.
+    """Read a checkpoint's tower on the lane, in steps. Raises ModelLoadFailed.
 
-    Quantized weights become floating on a CPU unless `is_packed`. Raises ModelLoadFailed.
+    On a CPU, quantized weights are dequantized unless `is_packed`.
     """
     config = checkpoint.config()
     with checkpoint.reading_config():
@@ -73,16 +73,12 @@ def _named(tower: QwenTower) -> list[tuple[str, mx.array]]:
 
 
 def _as_products(arrays: Mapping[str, mx.array], numbers: QwenVision) -> dict[str, mx.array]:
-    """Return a tower's arrays with the projection of patches as a matrix, (hidden, values of a
-    patch).
-
-    transformers has it as (hidden, channels, frames, rows, columns), mlx-vlm with the channels
-    last.
-    """
+    """Return a tower's arrays with the projection of patches as a matrix."""
     old, new = "patch_embed.proj.", "patch_embed."
     products = {name.replace(old, new): each for name, each in arrays.items()}
     name = "patch_embed.weight"
     projection = products.get(name)
+    # (hidden, channels, frames, rows, columns), but mlx-vlm has channels last.
     if projection is not None and projection.ndim == 5:
         if projection.shape[1] != numbers.in_channels:
             projection = projection.transpose(0, 4, 1, 2, 3)
@@ -93,7 +89,7 @@ def _as_products(arrays: Mapping[str, mx.array], numbers: QwenVision) -> dict[st
 def _quantize(
     tower: QwenTower, arrays: Mapping[str, mx.array], quantization: Mapping[str, Any]
 ) -> None:
-    """Quantize the modules that have scales in the files, by the numbers stated there."""
+    """Quantize the modules that have scales in the files."""
 
     def numbers_of(path: str, _: Any) -> bool | dict[str, Any]:
         if f"{path}.scales" not in arrays:
