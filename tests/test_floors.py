@@ -137,24 +137,24 @@ INSIDE: dict[str, dict[str, set[str]]] = {
 # shrinks lowers its budget; only the commit that says why raises one.
 BUDGET: dict[str, int] = {
     "__main__": 2,
-    "api": 2905,
-    "app": 1579,
-    "bench": 282,
-    "cli": 1509,
-    "clock": 40,
-    "doctor": 495,
-    "engine": 14884,
-    "errors": 267,
+    "api": 2922,
+    "app": 1607,
+    "bench": 285,
+    "cli": 1526,
+    "clock": 42,
+    "doctor": 524,
+    "engine": 15185,
+    "errors": 268,
     "ids": 6,
-    "jobs": 342,
-    "logs": 145,
-    "metrics": 234,
-    "panics": 20,
-    "registry": 1313,
-    "server": 290,
-    "serving": 4662,
-    "settings": 362,
-    "wire": 3911,
+    "jobs": 346,
+    "logs": 148,
+    "metrics": 250,
+    "panics": 21,
+    "registry": 1328,
+    "server": 296,
+    "serving": 4764,
+    "settings": 372,
+    "wire": 3948,
 }
 PACKAGES = sorted(file.parent for file in GATEWAY.rglob("__init__.py"))
 # A line of a map: names, two spaces or more, and what they are.
@@ -194,15 +194,17 @@ def lines(file: Path) -> int:
 def code_lines(file: Path) -> int:
     """Count a file's lines of code: not blank, no comment, no docstring and no import."""
     text = file.read_text(encoding="utf-8")
-    code = sum(
-        bool(line.strip()) and not line.strip().startswith("#") for line in text.splitlines()
-    )
+    code = {
+        number
+        for number, line in enumerate(text.splitlines(), 1)
+        if line.strip() and not line.strip().startswith("#")
+    }
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Expr | ast.Import | ast.ImportFrom):
             is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
             if is_text or not isinstance(node, ast.Expr):
-                code -= (node.end_lineno or node.lineno) - node.lineno + 1
-    return code
+                code -= {*range(node.lineno, (node.end_lineno or node.lineno) + 1)}
+    return len(code)
 
 
 MODULES = {module(file): file for file in FILES}
