@@ -29,6 +29,7 @@ ALLOWED: dict[str, set[str]] = {
     "settings": {"errors"},
     **{room: set() for room in GROUND},
     "jobs": {"clock", "errors"},
+    "metrics": {"clock"},
 }
 OUTSIDE: dict[str, set[str]] = {
     "mlx": {"engine"},
