@@ -44,7 +44,7 @@ from gateway.serving.tokenize import ThreadPools
 from gateway.settings import Settings
 
 OnStage = Callable[[str, str], None]  # model, stage
-Rate = Callable[[int], Awaitable[int]]  # runs N rows at once; returns how many units they had
+Rate = Callable[[int], Awaitable[int]]  # runs N rows at once, and counts their units
 MEASURED_S: Final = 1.0  # seconds to measure each speed, after an unmeasured batch
 TOKENS: Final = 24  # tokens of each answer
 TEXTS_AT_ONCE: Final = (1, 32)
@@ -66,7 +66,7 @@ class Workplace:
 
 async def check_models(specs: Sequence[ModelSpec], settings: Settings, on_stage: OnStage) -> Report:
     """Check models whose files are on disk, one after another."""
-    # The self-test after a load is off: `_test_batches` runs it instead, from the beginning.
+    # `_test_batches` runs the whole self-test, so none runs after a load.
     settings = settings.model_copy(update={"self_test": False, "prefix_folder": None})
     engines = MlxEngines(settings)
     budget = Budget(budget_bytes(settings, engines.memory_bytes))
@@ -111,7 +111,6 @@ def _read_facts(engines: MlxEngines, budget: Budget) -> Mapping[str, Any]:
 async def _check_model(
     spec: ModelSpec, place: Workplace, on_stage: Callable[[str], None]
 ) -> list[Finding]:
-    """Load a model, and run each stage of its check."""
     on_stage("load")
     started = time.perf_counter()
     findings = []
@@ -130,7 +129,7 @@ async def _check_model(
             findings.append(Finding("load", "ok", message, measured))
             for name, stage in _stages(spec, loaded.model, place).items():
                 on_stage(name)
-                try:  # a stage that raises has failed, and the next stage is run
+                try:  # the other stages are run even if one fails
                     findings.append(await stage())
                 except Exception as error:
                     findings.append(Finding(name, "fail", _describe(error)))
@@ -170,7 +169,6 @@ def _describe(error: Exception) -> str:
 
 
 def _dtype(batcher: Any) -> str:
-    """Return float32 for mlx.core.float32."""
     return str(batcher.engine.dtype).rpartition(".")[2]
 
 
@@ -195,7 +193,7 @@ async def _check_formats(unread: Sequence[str]) -> Finding:
 
 
 async def _test_batches(spec: ChatSpec, batcher: GenerationBatcher, place: Workplace) -> Finding:
-    """Run the self-test to its end, and keep its verdict for the gateway."""
+    """Run the whole self-test, and keep its verdict for the gateway."""
     mode = spec.batching.mode
     if mode != "auto":
         return Finding("batch", "skip", f"models.yaml sets `batching: {mode}`.")
@@ -232,9 +230,7 @@ async def _tell_widths(batcher: GenerationBatcher) -> Finding:
 
 
 def judge_widths(step_s: StepTimes) -> Finding:
-    """Report the time of a decode step by number of rows, and the numbers at which rows take turns.
-    The finding is never a failure.
-    """
+    """Report the time of a decode step by number of rows, and when rows take turns."""
     if not step_s:
         return Finding("widths", "skip", "no decode step was timed.")
     times = dict(zip(WIDTHS, step_s, strict=False))
@@ -268,7 +264,7 @@ async def _compare_rows(batcher: EmbeddingBatcher | RerankBatcher, lane: Lane) -
 
 def judge_distance(single: Vectors, batched: Vectors, allowed: float) -> Finding:
     """Judge the largest difference between a row in a batch and the same row alone."""
-    # The difference is relative to the rows' root mean square, so that scale doesn't matter.
+    # The rows' root mean square is the unit, so scale doesn't matter.
     scale = math.sqrt(np.mean(np.square(single, dtype=np.float64)))
     worst = math.sqrt(np.mean(np.square(single - batched, dtype=np.float64), axis=1).max())
     distance = worst / scale if scale else math.nan
@@ -279,7 +275,7 @@ def judge_distance(single: Vectors, batched: Vectors, allowed: float) -> Finding
 
 
 async def _measure(unit: str, work: Rate, sizes: Sequence[int]) -> Finding:
-    """Measure the units per second by number of rows at once. A low speed is not a failure."""
+    """Measure the units per second by number of rows at once."""
     rates = {}
     for size in sizes:
         await work(size)  # not timed: the first pass of each shape allocates memory
@@ -312,8 +308,8 @@ async def _rerank(batcher: RerankBatcher, numbers: "count[int]", size: int) -> i
 async def _write(
     spec: ChatSpec, batcher: GenerationBatcher, numbers: "count[int]", size: int
 ) -> int:
-    """Generate `size` answers at once, each of TOKENS tokens. Return the number of all tokens."""
-    # Thinking is off, so that each model does the same kind of work.
+    """Generate `size` answers at once, and return the number of all tokens."""
+    # Models would do different work if some of them thought.
     spec = spec.model_copy(update={"thinking": False})
     arguments = template_args(Resolved(spec), spec)
 
