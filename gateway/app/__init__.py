@@ -3,7 +3,7 @@
 gateway         builds the application, and yields the gauges of /metrics
 loading         loads and warms up a model with its batcher, and frees both in reverse order
 engines         loads engines with MLX, which share the device, the hub and the sandboxes
-chat_engines    loads engines that need mlx-lm; imported late, since mlx-lm takes long to import
+chat_engines    loads engines that need mlx-lm, such as those of chat models
 ranks           runs this process as one of several ranks that share a model
 self_tests      tests a chat model at load and in idle time, and stores the verdict on disk
 prefix_files    saves prefix caches in files that outlive a restart

@@ -1,7 +1,4 @@
-"""Loads chat models and label-scoring rerank models, which need mlx-lm.
-
-This module is imported late, since importing mlx-lm takes a second or two.
-"""
+"""Loads chat models and label-scoring rerank models, which need mlx-lm."""
 
 from collections.abc import Generator
 from dataclasses import dataclass
@@ -71,7 +68,7 @@ class ChatEngines:
     templates: Sandbox
     images: Sandbox
     ranks: Ranks | None
-    prefixes: PrefixPool  # the pool of models that have no separate pool
+    prefixes: PrefixPool  # the prefix pool of models that have no separate one
     report: Report  # called with weights that the device has no kernel for
 
     def digest(self, spec: ChatSpec, files: Path) -> str:

@@ -67,12 +67,12 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 log = logs.get("engines")
 
-LOOK_ANSWERS: Final = 3  # hub timeouts that a lookup may take, since it makes several requests
+LOOK_ANSWERS: Final = 3  # most hub timeouts of a lookup, which makes several requests
 RENDER_S: Final = 5.0  # seconds to render a template; a usual conversation takes 0.001
 DECODE_S: Final = 5.0  # seconds to decode an image; 12 million pixels take one or two
 PROGRESS_S: Final = 5.0  # seconds between two log lines about a download
 # Stack size of threads that compile grammars or build matchers from them. The sandbox compiles each
-# grammar first, with a quarter of this size, so none overflows later.
+# grammar first, with a quarter of this size, so none overflows these stacks.
 STACK_BYTES: Final = 4 * sandbox_worker.STACK_BYTES
 
 

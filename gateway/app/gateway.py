@@ -266,7 +266,6 @@ class Gateway:
         return self._watch.status
 
     def loaded(self) -> list[ModelSpec]:
-        """Return the loaded models, in the catalog's order."""
         states = self.models.states()
         return [spec for spec in self._served.catalog.specs if states.get(spec.id) == "loaded"]
 
@@ -278,7 +277,6 @@ class Gateway:
         return self._preload.status
 
     def _fingerprint(self, spec: ModelSpec) -> str:
-        """Return the `system_fingerprint` of answers from a model."""
         source = spec.source
         # Only the hub has revisions that identify a model's files.
         revision = source.revision if isinstance(source, HubSource) else None
@@ -298,7 +296,6 @@ def _make_lane(settings: Settings, engines: Engines) -> Lane:
 
 
 def access_rules(settings: Settings) -> AccessRules:
-    """Return the rules for requests: keys, hosts, origins and rate limits."""
     admin_key = None
     if settings.admin_key is not None:
         admin_key = settings.admin_key.get_secret_value()

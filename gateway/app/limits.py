@@ -32,7 +32,6 @@ def prefix_share(memory_bytes: int) -> int:
 
 
 def settings_of(spec: ModelSpec, settings: Settings) -> Settings:
-    """Return the gateway's settings, overridden by the model's keys."""
     return settings.model_copy(update=spec.overrides())
 
 

@@ -96,8 +96,7 @@ class Engines(Store, Offers, Protocol):
     def device(self) -> str: ...
 
     @property
-    def memory_bytes(self) -> int:
-        """Return the bytes of memory that the device offers this process."""
+    def memory_bytes(self) -> int: ...
 
     @property
     def buffer_bytes(self) -> int | None:
@@ -121,10 +120,10 @@ class Engines(Store, Offers, Protocol):
         """Return freed memory to the system. Must run on the lane."""
 
     def begin(self) -> None:
-        """Prepare the lane's thread. Must be the first call on that thread."""
+        """Prepare the lane's thread. Must be its first call."""
 
     def end(self) -> None:
-        """Clean up the lane's thread. Must be the last call on that thread."""
+        """Clean up the lane's thread. Must be its last call."""
 
     async def import_for(self, specs: Iterable[ModelSpec]) -> None:
         """Import the code that runs these models, off the event loop and the lane."""

@@ -115,7 +115,6 @@ class PrefixFolder:
             raise self._invalid("must be a folder that you own and only you can access (mode 700)")
 
     def _open(self) -> bytes:
-        """Return the folder's secret, which is created at the first use."""
         if not (self._folder / SECRET).exists():
             self._write(SECRET, secrets.token_bytes(HASH_BYTES), time.time_ns())
         secret = (self._folder / SECRET).read_bytes()
@@ -347,7 +346,6 @@ class PrefixFiles:
 
 
 def _stamp(files: Path) -> list[tuple[str, int, int, int]]:
-    """Return the names, sizes, mtimes and ctimes of a model's files."""
     paths = sorted(files.iterdir()) if files.is_dir() else [files]
     found = [(path.name, path.stat()) for path in paths if path.is_file()]
     return [(name, about.st_size, about.st_mtime_ns, about.st_ctime_ns) for name, about in found]

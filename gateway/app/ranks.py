@@ -26,7 +26,7 @@ log = logs.get("ranks")
 
 
 class RankEngines(Engines, Protocol):
-    """The `Engines` of a rank, which loads this rank's share of a model."""
+    """The `Engines` of one rank in a group."""
 
     async def generation(
         self, spec: ChatSpec, files: Path, led: Setup | None = None

@@ -169,7 +169,6 @@ class SelfTest:
         return Layout([1] * (self._next_width or 0)).nbytes(RowCosts(self._kv))
 
     async def _step(self) -> float:
-        """Run one step of the test, and return its seconds on the lane."""
         async with self._lane.turn("load") as run:
             if self._steps is None:
                 self._steps = self._engine.self_test()

@@ -95,8 +95,8 @@ def measure(answers: Sequence[Answer], window: Window) -> Figures:
 
 
 def _units_inside(answer: Answer, window: Window) -> float:
-    # Answers may take longer than the window, or all end at once. So a stream counts by its pieces
-    # inside the window, and any other answer by its time inside it.
+    # Answers may take longer than the window. A stream counts by the pieces that arrived inside it,
+    # and any other answer by the share of its time inside it.
     if answer.arrivals:
         inside = sum(moment in window for moment in answer.arrivals)
         return answer.units * inside / len(answer.arrivals)

@@ -54,7 +54,7 @@ class Peer:
 
     async def __aenter__(self) -> "Peer":
         self._session = aiohttp.ClientSession(
-            # Only the server may make clients wait.
+            # Connections are not limited, so that only the server makes clients wait.
             connector=aiohttp.TCPConnector(limit=0),
             headers=self._headers,
             timeout=self._timeout,

@@ -14,8 +14,8 @@ from typing import Any, Final
 # Tokens of context that agents need. Claude Code's first request has 23,500 tokens before the
 # question (docs/agents.md).
 AGENT_CONTEXT: Final = 32_000
-SMALL_CONTEXT: Final = 16_000  # tokens that suffice if the system prompt has fewer than 6,000
-FOLDER: Final = "{private folder}"  # stands for a path; no model's name has a space
+SMALL_CONTEXT: Final = 16_000  # tokens; enough for agents whose system prompt has fewer than 6,000
+FOLDER: Final = "{private folder}"  # placeholder for a path; no model's name has a space
 NO_KEY: Final = "unused"  # the key for tools that require one, if the gateway has none
 _OWN_KEYS: Final = frozenset({"GATEWAY_API_KEYS", "GATEWAY_ADMIN_KEY"})
 
@@ -72,7 +72,7 @@ class Tool:
         shell expands to it.
         """
         folder = f"MLX_GATEWAY_{self.command.upper()}"
-        expanded = f"'\"${folder}\"'"  # words with FOLDER are in single quotes
+        expanded = f"'\"${folder}\"'"  # FOLDER is inside single quotes
         lines = [f'{folder}="$(mktemp -d)"'] if setup.files else []
         for name, text in setup.files.items():
             lines.append(f"printf '%s\\n' {shlex.quote(text)} > \"${folder}/{name}\"")
@@ -91,7 +91,7 @@ class Tool:
 
 
 def _claude(service: Service) -> Setup:
-    # Later requests repeat a session's images. A model without images would refuse them all.
+    # Requests repeat a session's images, and would be refused without this header.
     headers = {"ANTHROPIC_CUSTOM_HEADERS": "x-gateway-leave-out-images: true"}
     return Setup(
         lines={} if "image" in service.modalities else headers,
@@ -312,7 +312,7 @@ class Offer:
     context: int | None = None
     modalities: Sequence[str] = ("text",)
     lack: str = "it is not on disk, so its context is not known"  # why `context` is None
-    can_pull: bool = True  # whether `mlx-gateway pull` may download its files
+    can_pull: bool = True
 
 
 def choose(

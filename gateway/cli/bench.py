@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from gateway.bench.figures import Figures, Spread
     from gateway.bench.load import Peer
 
-    Measured = list[tuple[int, Figures]]  # numbers of clients, with their figures
+    Measured = list[tuple[int, Figures]]
 
 NO_CLIENT = "mlx-gateway bench needs aiohttp, of the extra `bench`: pip install aiohttp"
 KEYS = ["GATEWAY_BENCH_API_KEY", "OPENAI_API_KEY"]

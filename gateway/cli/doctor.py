@@ -109,7 +109,7 @@ def _check_engine(settings: Settings, names: Sequence[str]) -> Report:
         return Report({}, [Finding("device", "fail", f"mlx does not work: {error}.")], absent)
     logs.configure("error", settings.log_format)
     faulthandler.enable()  # prints a traceback if mlx crashes later
-    # Libraries may print, and stdout is for the report.
+    # Libraries may print to stdout, where the report belongs.
     with redirect_stdout(sys.stderr), _show_stages() as on_stage:
         report = asyncio.run(lazy.trial.check_models(present, settings, on_stage))
     return replace(report, models=[*report.models, *absent])
@@ -222,7 +222,7 @@ class Probe:
     blas: str
     blas_hint: str | None
     gflops: float
-    # Folders by content. A folder may not exist yet.
+    # The folder of each kind of content, which may not exist yet.
     folders: Mapping[str, str]
 
 
@@ -282,7 +282,6 @@ def probe() -> None:
 
 
 def _size(spec: ModelSpec, engines: "MlxEngines", hub: "Hub") -> int | str | None:
-    """Return the bytes that a model would hold, or an error; None if it is not on disk."""
     try:
         folder = lazy.hub.on_disk(spec, hub)
         if folder is None:

@@ -163,14 +163,13 @@ class Started:
             time.sleep(POLL_S)
 
     def require_alive(self) -> None:
-        """Raise NoGateway, with the end of the gateway's log, if the gateway has ended."""
+        """Raise NoGateway if the gateway has ended."""
         status = self._process.poll()
         if status is not None:
             lines = self._log.read_text(errors="replace").splitlines()[-LAST_LINES:]
             raise NoGateway("\n".join((f"The gateway ended with status {status}.", *lines)))
 
     def stop(self) -> None:
-        """Drain and stop the gateway, and kill it if that takes too long."""
         self._process.terminate()
         try:
             self._process.wait(self._drain_s + STOP_S)

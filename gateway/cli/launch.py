@@ -200,7 +200,6 @@ class Signals:
                 self._handle(number, None)
 
     def start(self, command: Sequence[str], environment: Mapping[str, str]) -> int:
-        """Run the tool, and return its status."""
         with self.deferred():
             self.tool = subprocess.Popen(command, env=environment)
         return self.tool.wait()

@@ -152,7 +152,6 @@ def models(
 
 
 def _on_disk(spec: ModelSpec, hub: "Hub") -> tuple[str, str]:
-    """Return whether a model is on disk, wholly or in part, and its size there."""
     try:
         folder = lazy.hub.on_disk(spec, hub)
     except GatewayError:

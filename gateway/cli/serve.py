@@ -116,8 +116,7 @@ class Serving(Protocol):
     async def reload(self) -> object:
         """Read models.yaml again. Raises ModelsFileInvalid, and changes nothing, on a problem."""
 
-    async def drain(self) -> None:
-        """Refuse new requests, and wait for running ones."""
+    async def drain(self) -> None: ...
 
 
 async def run(gateway: Serving, settings: Settings, leader: "Leader | None" = None) -> None:
@@ -169,7 +168,7 @@ async def run(gateway: Serving, settings: Settings, leader: "Leader | None" = No
 async def _ready(gateway: Serving, settings: Settings, opened: Sequence[str]) -> None:
     where = find_places(opened)  # Hypercorn may close the sockets during the wait
     await gateway.is_preloaded.wait()
-    # Imported modules are never freed. Frozen, they do not slow down garbage collection.
+    # Imported modules are never freed, so garbage collection need not traverse them.
     gc.collect()
     gc.freeze()
     if logs.is_console(settings.log_format):

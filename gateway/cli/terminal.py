@@ -52,7 +52,7 @@ class Command(TyperCommand):
 
 
 class Group(TyperGroup):
-    """A command with subcommands, whose help shows `--json`, not `--json <bool>`."""
+    """A group of commands, whose flags are shown without a type."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         return _without_types(super().get_params(ctx))

@@ -1,7 +1,4 @@
-"""The checks of a machine, which turn facts into findings with advice.
-
-They import no mlx, which may not work here.
-"""
+"""The checks of a machine, which turn facts into findings with advice."""
 
 import errno
 import os
@@ -94,7 +91,6 @@ def check_contexts(contexts: Mapping[str, int | None]) -> Finding:
 
 
 def check_kept(kept: Mapping[str, int], needed: int) -> Finding:
-    """Check that each model's prefix cache can hold an agent's first prompt."""
     few = [f"{name} {tokens:,}" for name, tokens in kept.items() if tokens < needed]
     if not few:
         return Finding("prefixes", "ok", f"each keeps {needed:,} tokens of a prompt.")

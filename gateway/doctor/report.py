@@ -62,7 +62,7 @@ def system() -> dict[str, str | int]:
 
 
 def describe_system() -> str:
-    """Return the system and the processor, without a kernel build's name, which may be private."""
+    """Return the system and the processor, without the name of a custom kernel build."""
     macos = platform.mac_ver()[0]
     if macos:
         return f"macOS {macos} {platform.machine()}"
@@ -140,7 +140,6 @@ class Report:
         yield str(about["os"])
 
     def as_json(self) -> dict[str, Any]:
-        """Return all findings, without paths of this machine."""
         report = {
             "passed": self.has_passed,
             "versions": versions(),

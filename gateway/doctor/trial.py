@@ -264,7 +264,7 @@ async def _compare_rows(batcher: EmbeddingBatcher | RerankBatcher, lane: Lane) -
 
 def judge_distance(single: Vectors, batched: Vectors, allowed: float) -> Finding:
     """Judge the largest difference between a row in a batch and the same row alone."""
-    # The rows' root mean square is the unit, so scale doesn't matter.
+    # The distance is relative to the rows' root mean square.
     scale = math.sqrt(np.mean(np.square(single, dtype=np.float64)))
     worst = math.sqrt(np.mean(np.square(single - batched, dtype=np.float64), axis=1).max())
     distance = worst / scale if scale else math.nan
@@ -309,7 +309,7 @@ async def _write(
     spec: ChatSpec, batcher: GenerationBatcher, numbers: "count[int]", size: int
 ) -> int:
     """Generate `size` answers at once, and return the number of all tokens."""
-    # Models would do different work if some of them thought.
+    # Thinking is off, so that each model does the same kind of work.
     spec = spec.model_copy(update={"thinking": False})
     arguments = template_args(Resolved(spec), spec)
 

@@ -53,7 +53,7 @@ class Catalog:
     def resolve(self, name: str, *kinds: type[ModelSpec]) -> Resolved:
         """Find a model by id or alias.
 
-        Raises ModelNotFound, which suggests names of models of these kinds, or of all kinds.
+        Raises ModelNotFound, which suggests models of these kinds.
         """
         resolved = self._by_name.get(name)
         if resolved is None:
@@ -75,8 +75,7 @@ class Catalog:
         return next((spec for spec in self.specs if spec.id == model), None)
 
     def current(self, spec: ModelSpec) -> ModelSpec | None:
-        """Return the spec that a model loaded for `spec` can serve; None if there is none."""
-        # `spec` may be from an older models.yaml, and differ in keys that loading does not need.
+        """Return the spec of a loaded model; None if the model must be reloaded or is gone."""
         return next((candidate for candidate in self.specs if load_alike(candidate, spec)), None)
 
     def changes_since(self, older: "Catalog") -> Changes:

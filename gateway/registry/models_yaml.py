@@ -39,7 +39,7 @@ class Reading:
     # Variables that can change the result, set or not. Those for keys with free names are included
     # only if set.
     variables: frozenset[str] = frozenset()
-    # Reasons why models found on the disk were left out, by id.
+    # Reasons why models on the disk were left out, by id.
     left_out: Mapping[str, str] = field(default_factory=dict)
 
     def require_valid(self) -> None:
@@ -56,7 +56,7 @@ class File(Section):
 
 
 class Kind(BaseModel):
-    """Checks only `kind`, in an entry that has none or an unknown one."""
+    """Checks the key `kind` of an entry in which it is missing or unknown."""
 
     kind: Literal["embedding", "rerank", "chat"]
 
@@ -73,8 +73,8 @@ def read_models(
 ) -> Reading:
     """Read a models.yaml, if there is one, and list all its problems. Never raises.
 
-    If models have the same id, the file's entry wins over a `named` one, and that over a `found`
-    one. A found model that has a problem is left out.
+    If models have the same id, the file's entry wins over `named`, and `named` over `found`. A
+    found model that has a problem is left out.
     """
     document, folder = Document({"version": 1, "models": {}}), Path.cwd()
     if path is not None:
@@ -145,7 +145,7 @@ class _Reader:
             for name, text in variables.items()
             if text and name.startswith(PREFIX) and name not in taken
         }
-        # Names of variables, by the place of the value that each has set.
+        # The variable that has set the value at each place.
         self._set: dict[Where, str] = {}
         self.overrides: set[str] = set()
         self.problems: list[tuple[int, str]] = []
@@ -175,7 +175,6 @@ class _Reader:
         return [self._resolve(spec, "base", specs) for spec in specs]
 
     def _override_keys(self, models: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the entries, with the values that variables set."""
         overridden = dict(models)
         earlier: list[ModelVariables] = []
         for model, entry in models.items():
@@ -365,7 +364,6 @@ def _hint(name: str, valid: Iterable[str]) -> str:
 
 
 def _why_no_draft(spec: ChatSpec, draft: ChatSpec) -> str:
-    """Return why a model cannot be the draft of `spec`; empty if it can."""
     if draft.id == spec.id:
         return "a model cannot be its own draft"
     if draft.base is not None:
@@ -378,7 +376,6 @@ def _why_no_draft(spec: ChatSpec, draft: ChatSpec) -> str:
 
 
 def _why_no_base(spec: ChatSpec, base: ChatSpec) -> str:
-    """Return why a model cannot be the base of `spec`; empty if it can."""
     if base.id == spec.id:
         return "a model cannot be its own base"
     if base.base is not None:

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Final
 
 MAX_CHARS = 256  # longest name to compare, since difflib's time is quadratic
-MAX_COMPARED = 32  # names with the most shared letters to compare; 1,000 took 130 ms
+MAX_COMPARED = 32  # names to compare, since 1,000 took 130 ms
 # The canonical name of each format, with its other names.
 TOOL_PARSERS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {

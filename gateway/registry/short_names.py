@@ -1,4 +1,4 @@
-"""Reads catalogue.yaml, whose entries are those of models.yaml, with a key `facts` added."""
+"""Reads catalogue.yaml, whose entries are like those of models.yaml, but also have `facts`."""
 
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -17,7 +17,7 @@ STRUCTURED_ROWS = 8  # `structured.rows` of every chat model that comes with the
 
 
 class LayersKept(Section):
-    """Layers that keep a sequence's state in the same way, of three ways."""
+    """A group of layers that keep a sequence's state in the same way."""
 
     layers: int = Field(ge=1)
     # Attention: keys and values of each token, or of the last `window` tokens.
@@ -65,7 +65,7 @@ def find_entry(source: Source, known: Mapping[str, Mapping[str, Any]]) -> Mappin
 def unlisted_entry(kind: str, source: str, variables: Mapping[str, str]) -> Mapping[str, Any]:
     """Return an entry for a model that was found on disk or asked for.
 
-    A short name of the same repository gives its keys, but not its aliases, which may be taken.
+    It has the keys of a short name for the same repository, except `aliases`.
     """
     known = find_entry(parse_source(source, Path.cwd()), read_short_names())
     keys = {} if known.get("kind") != kind else known

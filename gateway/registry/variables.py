@@ -1,10 +1,10 @@
 """GATEWAY_<ID>_<KEY>: environment variables that set any key of any model in the file.
 
-Names are in capitals, with _ for each run of other characters than letters and digits:
+A name is the id and the keys in capitals, with _ for each run of other characters:
 GATEWAY_QWEN3_0_6B_SAMPLING_TOP_K sets `sampling.top_k` of qwen3-0.6b.
 
-No variable has two meanings: settings and variables in ${…} come first, and an id is refused if
-its variables could be another model's, or settings.
+Each variable has one meaning. Settings and variables in ${…} come first, and an id is refused if
+one of its variables could also be a setting or another model's.
 """
 
 import re
@@ -84,7 +84,6 @@ class ModelVariables:
                     yield f"{clash}; choose another name for one of them"
 
     def _clash(self, model: "ModelVariables") -> str:
-        # Names that begin differently cannot clash.
         if not (self._stem.startswith(model._stem) or model._stem.startswith(self._stem)):
             return ""
         for name in (*self.paths, *model.paths):
@@ -104,10 +103,7 @@ class ModelVariables:
         return value
 
     def _free_keys(self) -> Iterator[tuple[str, dict[str, list[str]]]]:
-        """Yield each key whose value is a mapping with free keys.
-
-        Each comes with the mapping's keys in the file, by their names in capitals.
-        """
+        """Yield each key whose value is a mapping with free keys, and these keys in capitals."""
         for path, kind in self._types.items():
             if get_origin(kind) is dict:
                 names: dict[str, list[str]] = {}
@@ -122,7 +118,6 @@ def kind_variable(model: str) -> str:
 
 
 def _types(spec: type[BaseModel]) -> Iterator[tuple[Path, Any]]:
-    """Yield each key of a spec and of its sections, with the type of its value."""
     for key, field in spec.model_fields.items():
         if key != "id":
             yield (key,), field.annotation

@@ -1,6 +1,6 @@
 """Parses YAML into plain values with their lines, and replaces ${VAR:-default} in them.
 
-Other tags are problems. All problems are reported together.
+Problems are collected, so that all are reported together.
 """
 
 # ruamel.yaml's round-trip loader knows lines too, but raises at the first repeated key, and
@@ -15,7 +15,7 @@ import yaml
 
 from gateway.registry.names import did_you_mean, nearest
 
-MAX_VALUES = 100_000  # most values of a file; anchors of 480 bytes can make hundreds of millions
+MAX_VALUES = 100_000  # most values of a file; 480 bytes of anchors can make hundreds of millions
 
 # The keys and indices that lead to a value.
 Where = tuple[str | int, ...]
