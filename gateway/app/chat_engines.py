@@ -63,13 +63,13 @@ class ChatEngines:
     device: Device
     bounds: DeviceBounds
     settings: Settings
-    budget_bytes: int  # bytes that all models together may hold
+    budget_bytes: int
     grammars: Sandbox
     templates: Sandbox
     images: Sandbox
     ranks: Ranks | None
     prefixes: PrefixPool  # the prefix pool of models that have no separate one
-    report: Report  # called with weights that the device has no kernel for
+    report: Report  # called for weights without a kernel on the device
 
     def digest(self, spec: ChatSpec, files: Path) -> str:
         checkpoint = open_checkpoint(spec.id, files)
@@ -81,7 +81,6 @@ class ChatEngines:
         return f"{digest}-{share.parallel}-{share.group.size()}"
 
     def size(self, spec: ChatSpec, files: Path, draft: DraftFiles | None) -> Size:
-        """Return the size of a chat model together with its draft model."""
         size, _ = self._size(spec, files)
         if draft is None:
             return size
@@ -227,10 +226,9 @@ class ChatEngines:
 
 
 def count_kept(spec: ChatSpec, files: Path, settings: Settings) -> int | None:
-    """Estimate the tokens that a chat model's prefix cache holds if no other model is loaded.
+    """Estimate the tokens in a chat model's prefix cache; None if the KV's size is unknown.
 
-    Return None if the size of the model's KV is unknown. Raises ModelLoadFailed, and ValueError for
-    a missing device.
+    Raises ModelLoadFailed, and ValueError for a missing device.
     """
     used, dtype = choose_device(settings.device), spec.weights_dtype
     checkpoint, memory = open_checkpoint(spec.id, files), memory_bytes(used)

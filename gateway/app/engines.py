@@ -68,8 +68,8 @@ T = TypeVar("T")
 log = logs.get("engines")
 
 LOOK_ANSWERS: Final = 3  # most hub timeouts of a lookup, which makes several requests
-RENDER_S: Final = 5.0  # seconds to render a template; a usual conversation takes 0.001
-DECODE_S: Final = 5.0  # seconds to decode an image; 12 million pixels take one or two
+RENDER_S: Final = 5.0  # seconds to render a template, which usually takes 0.001
+DECODE_S: Final = 5.0  # seconds to decode an image; 12 million pixels take 1 to 2
 PROGRESS_S: Final = 5.0  # seconds between two log lines about a download
 # Stack size of threads that compile grammars or build matchers from them. The sandbox compiles each
 # grammar first, with a quarter of this size, so none overflows these stacks.
@@ -153,7 +153,6 @@ class MlxEngines:
                 _ = self._chat
 
     async def find(self, spec: ModelSpec) -> Path | None:
-        """Return the path of a model's files; None if they or its draft model's are not on disk."""
         draft = self._draft_of(spec)
         if draft is not None and await self.find(draft) is None:
             return None
@@ -191,7 +190,6 @@ class MlxEngines:
         return await run_in_daemon_thread(lambda: self._chat.digest(spec, files))
 
     def fetched(self, spec: ModelSpec) -> Fetched:
-        """Return the progress of a model's download, or of its draft model's while that runs."""
         draft = self._draft_of(spec)
         if draft is not None and draft.id in self._sizes:
             return self.fetched(draft)
@@ -326,7 +324,6 @@ class MlxEngines:
         )
 
     def _report(self, widened: "WidenedWeights") -> None:
-        """Log weights that are dequantized because there is no kernel for them."""
         log.warning("weights_become_floating", **asdict(widened))
         if widened.total_bytes > self._budget_bytes:
             needed, room = map(logs.human_bytes, (widened.total_bytes, self._budget_bytes))
@@ -345,7 +342,7 @@ async def _answered_within(seconds: float, model: str) -> AsyncIterator[None]:
 
 
 def _fused(spec: ModelSpec, steps: Generator[T]) -> Generator[T]:
-    """Load a model in steps, with fused kernels if the disk has room for compiled code.
+    """Load a model in steps, with fused kernels if the disk has room for them.
 
     Each step waits for the device, and raises the device's errors.
     """

@@ -324,7 +324,6 @@ def _make_response_store(settings: Settings) -> ResponseStore:
 
 
 def _make_tracer() -> "Tracer | None":
-    """Return a tracer; None unless OpenTelemetry is installed and OTEL_* names a destination."""
     if not exports_traces():
         return None
     try:

@@ -35,7 +35,7 @@ from gateway.serving.tokenize import ThreadPools
 from gateway.settings import Settings
 
 log = logs.get("loading")
-app_log = logs.get("app")  # readiness is an event of the whole app
+app_log = logs.get("app")
 
 RETRY_S = 30.0  # seconds until a failed preload is retried
 LOAD_POLL_S = 0.5  # seconds between two tries to lease a model that is loading
@@ -126,7 +126,7 @@ class Engines(Store, Offers, Protocol):
         """Clean up the lane's thread. Must be its last call."""
 
     async def import_for(self, specs: Iterable[ModelSpec]) -> None:
-        """Import the code that runs these models, off the event loop and the lane."""
+        """Import the code that runs these models. Call it off the event loop and the lane."""
 
     def tokenizer(self, spec: ChatSpec) -> Any:
         """Read a chat model's transformers tokenizer. Call it off the event loop and the lane.
@@ -185,7 +185,6 @@ class ModelLoader:
         return Prepared(size.weights + size.kv, partial(self._open, spec, files, size))
 
     def fetched_percent(self, spec: ModelSpec) -> int | None:
-        """Return the percentage of a running download; None if there is none."""
         return self.pulls.percent(spec)
 
     @contextlib.asynccontextmanager
@@ -280,7 +279,7 @@ class ModelLoader:
                 kv=kv,
                 is_on=settings.self_test,
             )
-            await test.begin()  # takes about two seconds; the rest runs in idle time
+            await test.begin()
             clear = partial(engine.step, StepPlan(clear_prefixes=True))
             with self.lane.health.shedding(clear), ThreadPools(self.pool) as pool:
                 batcher = GenerationBatcher(
@@ -362,7 +361,7 @@ class Preload:
     _served: Served
     _models: ModelCache[Batcher]
     _engines: Engines
-    has_reloaded: asyncio.Event = field(default_factory=asyncio.Event)  # set after each reload
+    has_reloaded: asyncio.Event = field(default_factory=asyncio.Event)
     is_done: asyncio.Event = field(default_factory=asyncio.Event)  # set when first ready
     _has_tried: bool = False
 
@@ -378,7 +377,6 @@ class Preload:
         return "ready"
 
     async def run(self, is_ready: Callable[[], bool]) -> None:
-        """Load the models at the start and after each reload, and retry those that failed."""
         specs = self._preloaded()
         while True:
             # Clear the event before reading the catalog, so that no later reload is missed.

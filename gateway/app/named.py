@@ -132,7 +132,6 @@ def _find_kind(source: Source, model: str, settings: Settings, may_pull: bool | 
 
 
 def _discover(settings: Settings, given: Mapping[str, str]) -> tuple[Entries, dict[str, str]]:
-    """Return entries for models on the disk, and the reasons why others are left out."""
     if not settings.discover:
         return {}, {}
     from gateway.engine.discovery import discover
@@ -150,7 +149,7 @@ def _discover(settings: Settings, given: Mapping[str, str]) -> tuple[Entries, di
 
 
 def _select(catalog: Catalog, ids: list[str], settings: Settings, found: Entries) -> Catalog:
-    """Return the named models, marked `preload`, then the other served models."""
+    """Return the named models, which are preloaded, then the other served models."""
     chosen: dict[str, ModelSpec] = {}
     for name in ids:
         spec = catalog.resolve(name).spec

@@ -57,9 +57,9 @@ def lock(file: Path) -> int:
 
 
 def folder_secret(settings: Settings) -> bytes | None:
-    """Return the secret of the prefix folder; None if there is no folder.
+    """Return the prefix folder's secret; None if there is no folder.
 
-    Image ids depend on the secret, so they stay the same after a restart.
+    Image ids depend on it, so that they stay the same after a restart.
     """
     if settings.prefix_folder is None:
         return None
@@ -217,10 +217,9 @@ def replacing(path: Path, prefix: str) -> Iterator[BinaryIO]:
 
 
 class PrefixFiles:
-    """Reads and saves the prefix caches of loaded models, if the settings name a folder."""
+    """Reads and saves prefix caches. Raises SettingsInvalid for an unusable folder."""
 
     def __init__(self, settings: Settings, lane: Lane) -> None:
-        """Open the folder that the settings name. Raises SettingsInvalid."""
         self.folder: PrefixFolder | None = None
         self._lack = "GATEWAY_PREFIX_FOLDER is not set."
         if (folder := settings.prefix_folder) is not None:
@@ -268,10 +267,7 @@ class PrefixFiles:
             del self._keys[batcher, adapter]
 
     async def _read(self, model: str, batcher: GenerationBatcher, key: str, adapter: int) -> None:
-        """Read files into the prefix cache.
-
-        Invalid files are deleted, but not files that the machine fails to read.
-        """
+        """Read files into the prefix cache, and delete invalid ones. Unreadable files stay."""
         folder, engine, prefixes = self.folder, batcher.engine, batcher.engine.prefixes
         if folder is None or prefixes is None:
             return

@@ -116,7 +116,6 @@ async def _load(
 
 
 def _stop(link: Follower) -> Any:
-    """Return a signal handler that asks rank 0 to end the group."""
     signals: list[int] = []
 
     def handle(number: int, _: object) -> None:

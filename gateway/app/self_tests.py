@@ -113,7 +113,7 @@ class SelfTest:
         else:
             self._digest = await self._compute_digest()
             self.verdict = await run_in_daemon_thread(self._verdicts.read, self._digest)
-            spent_s = 0.0  # seconds on the lane, without the wait for it
+            spent_s = 0.0
             if not self.verdict.is_whole:
                 while not self.verdict.is_whole and spent_s < LANE_S:
                     spent_s += await self._step()
@@ -251,7 +251,6 @@ class SelfTest:
             log.warning("self_test_not_kept", model=self._model, error=str(error))
 
     async def _close(self) -> None:
-        """Abandon an unfinished test, and free its memory on the lane."""
         if self._steps is not None:
             with contextlib.suppress(Unavailable):
                 async with self._lane.turn("load") as run:

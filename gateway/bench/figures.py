@@ -24,7 +24,6 @@ class Answer:
 
     @property
     def first(self) -> float:
-        """Return the seconds until the first piece of a stream."""
         return self.arrivals[0] - self.started
 
 

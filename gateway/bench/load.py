@@ -49,7 +49,6 @@ class Peer:
         self._headers = {"content-type": "application/json"}
         if key is not None:
             self._headers["authorization"] = f"Bearer {key}"
-        # The timeout covers the whole answer, streamed or not.
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
 
     async def __aenter__(self) -> "Peer":

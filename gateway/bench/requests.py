@@ -190,7 +190,6 @@ class Transcript:
 
 
 def name_error(error: Any) -> str:
-    """Return the name of an OpenAI error object: its code, or else its type."""
     if not isinstance(error, dict):
         return "without an error object"
     return str(error.get("code") or error.get("type") or "without a code")

@@ -27,9 +27,9 @@ class Service:
     url: str
     model: str
     small_model: str
-    context: int | None  # None: not known; only tools without a `least_context` accept it
-    folder: str = FOLDER  # the folder of a setup's files
-    modalities: Sequence[str] = ("text",)  # the kinds of input that the model reads
+    context: int | None  # None if it is not known
+    folder: str = FOLDER
+    modalities: Sequence[str] = ("text",)
 
     @property
     def answer(self) -> int:
@@ -97,7 +97,6 @@ def _claude(service: Service) -> Setup:
         lines={} if "image" in service.modalities else headers,
         variables={
             "ANTHROPIC_BASE_URL": service.url,
-            # Every model name that Claude Code uses is mapped to a model of the gateway.
             "ANTHROPIC_MODEL": service.model,
             "ANTHROPIC_DEFAULT_OPUS_MODEL": service.model,
             "ANTHROPIC_DEFAULT_SONNET_MODEL": service.model,
@@ -114,7 +113,6 @@ def _claude(service: Service) -> Setup:
 
 
 def _codex(service: Service) -> Setup:
-    # Command-line options override single values of ~/.codex/config.toml.
     options: dict[str, Any] = {
         "model": service.model,
         "model_provider": "mlx-gateway",
@@ -352,7 +350,6 @@ def _commands(offers: Sequence[Offer], tool: Tool, file: Path | None) -> list[st
 
 
 def _problem(offer: Offer, tool: Tool) -> str | None:
-    """Return why a tool cannot use a chat model; None if it can."""
     if not tool.least_context:
         return None
     if offer.context is None:

@@ -59,7 +59,7 @@ def bench(
     if find_spec("aiohttp") is None:
         fail(NO_CLIENT)
     clients = _numbers(concurrency, "--concurrency")
-    # A server may have cached the texts of the last run, so each run gets new ones.
+    # A server may have cached the texts of the last run.
     if seed is None:
         seed = time.time_ns() % 2**32
     documents = Texts(seed, _numbers(words, "--words"))
@@ -105,7 +105,7 @@ async def _measure(
 ) -> "Measured":
     measured = []
     async with peer:
-        # The first request may load the model, so it is not measured.
+        # The first request may load the model.
         first = await peer.ask(workload.next())
         if first.error is not None:
             fail(f"The first request failed: {first.error}.")
@@ -137,7 +137,6 @@ def _milliseconds(spread: "Spread | None", *names: str) -> list[str]:
 
 
 def describe_problems(measured: "Measured") -> Iterator[str]:
-    """Yield the lines below the table: errors, and numbers of clients without a result."""
     for clients, figures in measured:
         for name, number in sorted(figures.errors.items()):
             yield f"{clients} clients: {number} × {name}"

@@ -210,7 +210,6 @@ class Probe:
     """Facts about the machine and its models, from a process that imports mlx."""
 
     device: str
-    # The bytes that all models together may hold.
     limit_bytes: int
     # The bytes that each model would hold, or an error; None if the model is not on disk.
     sizes: Mapping[str, int | str | None]

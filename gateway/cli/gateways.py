@@ -82,10 +82,9 @@ def list_offers(url: str, settings: Settings, catalog: Catalog) -> list[Offer]:
 
 
 def catalog_offers(catalog: Catalog, settings: Settings) -> list[Offer]:
-    """Return the models that a gateway with this catalog would offer."""
     hub, offers = lazy.hub_of(settings, may_download=False), []
     for name, spec in ((model.name, model.spec) for model in catalog):
-        # Tools use only chat models. Reading other models' files would import mlx.
+        # Tools use only chat models, and other models' files would need mlx.
         inputs = lazy.inputs.read_inputs(spec, hub) if isinstance(spec, ChatSpec) else None
         context = None if inputs is None else inputs.max_tokens
         offer = Offer(name, spec.id, spec.kind, context, spec.input_modalities)
@@ -154,7 +153,6 @@ class Started:
             )
 
     def wait_ready(self) -> None:
-        """Wait until the gateway is ready. Raises NoGateway if it ends first."""
         while not self.url or _ask(self.url, "/ready")[0] != HTTPStatus.OK:
             self.require_alive()
             match = re.search(r'"url":"([^"]+)"', self._log.read_text(errors="replace"))
@@ -207,7 +205,6 @@ def started(
 
 
 def _ask(url: str, path: str, key: str | None = None) -> tuple[int | None, Any]:
-    """Return the status and the JSON of an answer, each None if there is none."""
     request = urllib.request.Request(url + path)
     if key is not None:
         request.add_header("Authorization", f"Bearer {key}")

@@ -136,10 +136,6 @@ def _find_gateway(settings: Settings, model: str | None) -> tuple[str | None, Se
 def _choose_models(
     url: str | None, settings: Settings, tool: Tool, model: str | None, small_model: str | None
 ) -> Service:
-    """Choose among the models of the gateway at `url` or, without one, of a new gateway.
-
-    Raises NoModel, or NoGateway.
-    """
     catalog = load_served(settings)
     if url is None:
         offers = catalog_offers(catalog, settings)
@@ -157,7 +153,6 @@ def _choose_models(
 
 
 def _shown_key(settings: Settings, *, is_shown: bool) -> str:
-    """Return the shell's word for the API key: its variable or, if `is_shown`, the key itself."""
     key, name = first_key(settings), variable("api_keys")
     if key is None or is_shown:
         return shlex.quote(key or NO_KEY)
@@ -227,7 +222,6 @@ def _is_in_foreground() -> bool:
 
 @contextlib.contextmanager
 def _gateway(found: str | None, settings: Settings, signals: Signals) -> Iterator[str]:
-    """Yield the URL of a ready gateway: the one that was found, or else a new one."""
     if found is not None:
         wait_ready(found)
         yield found
@@ -244,7 +238,6 @@ def _gateway(found: str | None, settings: Settings, signals: Signals) -> Iterato
 def _run(
     tool: Tool, command: Sequence[str], service: Service, settings: Settings, signals: Signals
 ) -> int:
-    """Run a tool until it ends, and return its status as a shell would."""
     with contextlib.ExitStack() as stack:
         with signals.deferred():
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mlx-gateway-"))

@@ -92,7 +92,6 @@ def config(
 
 
 def _of_models(reading: Reading) -> Iterator[tuple[str, str, str]]:
-    """Yield the variables that are set and that models.yaml uses, in ${…} or for a model's keys."""
     for name in sorted(reading.variables & variables().keys() - VARIABLES):
         value, source = origin(name)
         if value is not None:
@@ -186,7 +185,6 @@ def pull(
 
 
 def fetch_preloaded(settings: Settings, catalog: Catalog) -> None:
-    """Download missing files of the preloaded models. Raises GatewayError."""
     hub = lazy.hub_of(settings, may_download=settings.auto_pull)
     for preloaded in (spec for spec in catalog.specs if spec.preload):
         for spec in _needed(preloaded, settings.speculate_rows):

@@ -80,7 +80,6 @@ def _serve_alone(settings: Settings, catalog: "Catalog") -> None:
 
 
 def _serve_as_rank(settings: Settings, catalog: "Catalog") -> None:
-    """Serve as rank 0 of this process's group, or follow rank 0."""
     group = lazy.sharding.join_group()
     if group is None:
         _serve_alone(settings, catalog)
@@ -162,7 +161,7 @@ async def run(gateway: Serving, settings: Settings, leader: "Leader | None" = No
     except lazy.LifespanTimeoutError as error:  # a call hangs, and only an exit can end it
         log.critical("stuck", error=str(error))
         faulthandler.dump_traceback()
-        os._exit(os.EX_SOFTWARE)  # the exit status of every stall
+        os._exit(os.EX_SOFTWARE)
 
 
 async def _ready(gateway: Serving, settings: Settings, opened: Sequence[str]) -> None:
@@ -271,7 +270,6 @@ class Place:
 
 
 def find_places(opened: Sequence[str]) -> list[Place]:
-    """Return the addresses of Hypercorn's binds, those with a port first."""
     places = [_place(int(bind.removeprefix("fd://"))) for bind in opened if bind[:5] == "fd://"]
     return sorted(filter(None, places), key=lambda each: each.port is None)
 
@@ -287,7 +285,6 @@ def _place(descriptor: int) -> Place | None:
 
 
 def write_greeting(places: Sequence[Place], models: Sequence[ModelSpec], settings: Settings) -> str:
-    """Return a greeting with the gateway's address and a command that queries a loaded model."""
     if not places:
         return "mlx-gateway is ready."
     place, scheme = places[0], settings.scheme

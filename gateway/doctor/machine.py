@@ -23,7 +23,7 @@ def machine_problems(settings: Settings) -> list[str]:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:  # without a password, OpenSSL would ask for one on the terminal
             context.load_cert_chain(settings.tls_cert, settings.tls_key, password="")
-        except OSError as error:  # SSLError is an OSError
+        except OSError as error:
             files = f"GATEWAY_TLS_CERT={settings.tls_cert} and GATEWAY_TLS_KEY={settings.tls_key}"
             problems.append(
                 f"{files}: should be a certificate chain and its key, in PEM and without a "
@@ -102,7 +102,6 @@ def check_kept(kept: Mapping[str, int], needed: int) -> Finding:
 
 
 def check_hub(missing: Sequence[str], *, may_download: bool, refusal: str | None) -> Finding:
-    """Check that missing models can be downloaded. `refusal` is the hub's error, if any."""
     if not missing:
         return Finding("hub", "ok", "there is nothing to download.")
     first = missing[0]
@@ -118,7 +117,6 @@ def check_hub(missing: Sequence[str], *, may_download: bool, refusal: str | None
 
 
 def check_port(bind: str) -> Finding:
-    """Check that the gateway can listen on a bind, by doing so for a moment."""
     if bind.startswith("fd://"):
         return Finding("port", "ok", f"{bind} is inherited.")
     if bind.startswith("unix:"):
@@ -136,7 +134,6 @@ def check_port(bind: str) -> Finding:
 
 
 def bind_problem(bind: str, error: OSError) -> str:
-    """Return why nothing can listen on a bind, with advice."""
     reason = (error.strerror or str(error)).partition(" (")[0]  # asyncio adds the address in (…)
     is_path = bind.startswith("unix:")
     match error.errno:
@@ -153,7 +150,6 @@ def bind_problem(bind: str, error: OSError) -> str:
 
 
 def check_folder(content: str, folder: Path) -> Finding:
-    """Check that a folder is writable and has room. Compiled code must also be safe there."""
     there = next(each for each in (folder, *folder.absolute().parents) if os.path.isdir(each))
     free = shutil.disk_usage(there).free
     found = f"{human_bytes(free)} free for {content} in {folder}."
@@ -170,7 +166,7 @@ def check_folder(content: str, folder: Path) -> Finding:
 
 
 def check_files(limit: int) -> Finding:
-    if limit < 1024:  # each connection is an open file
+    if limit < 1024:
         message = f"{limit} files may be open, and each client needs one. Run `ulimit -n 4096`."
         return Finding("files", "warn", message)
     return Finding("files", "ok", f"{limit} may be open.")

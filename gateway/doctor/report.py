@@ -39,7 +39,7 @@ class Finding:
     """The result of a check, in words and in numbers."""
 
     check: str
-    # fail: something is wrong. warn: it could be better. skip: the check was not run.
+    # "fail" is wrong, "warn" could be better, and "skip" was not run.
     state: State
     message: str
     measured: Mapping[str, Any] = field(default_factory=dict)
@@ -188,7 +188,6 @@ class Report:
         return json.dumps(redact_paths(block, private_folders()), ensure_ascii=False)
 
     def _figures(self) -> Iterator[tuple[str, float]]:
-        """Yield the measured speeds, each with a label: unit, model, dtype and rows."""
         for model in self.models:
             measured = {finding.check: finding.measured for finding in model.findings}
             dtype = measured.get("load", {}).get("dtype", "unknown")

@@ -65,7 +65,6 @@ class Workplace:
 
 
 async def check_models(specs: Sequence[ModelSpec], settings: Settings, on_stage: OnStage) -> Report:
-    """Check models whose files are on disk, one after another."""
     # `_test_batches` runs the whole self-test, so none runs after a load.
     settings = settings.model_copy(update={"self_test": False, "prefix_folder": None})
     engines = MlxEngines(settings)
@@ -193,7 +192,6 @@ async def _check_formats(unread: Sequence[str]) -> Finding:
 
 
 async def _test_batches(spec: ChatSpec, batcher: GenerationBatcher, place: Workplace) -> Finding:
-    """Run the whole self-test, and keep its verdict for the gateway."""
     mode = spec.batching.mode
     if mode != "auto":
         return Finding("batch", "skip", f"models.yaml sets `batching: {mode}`.")
@@ -230,7 +228,6 @@ async def _tell_widths(batcher: GenerationBatcher) -> Finding:
 
 
 def judge_widths(step_s: StepTimes) -> Finding:
-    """Report the time of a decode step by number of rows, and when rows take turns."""
     if not step_s:
         return Finding("widths", "skip", "no decode step was timed.")
     times = dict(zip(WIDTHS, step_s, strict=False))

@@ -93,7 +93,6 @@ class Catalog:
         return tuple(dict.fromkeys(loaded))
 
     def names(self) -> tuple[str, ...]:
-        """Return all ids and aliases, in the order of models.yaml, each id before its aliases."""
         return tuple(self._by_name)
 
     def __iter__(self) -> Iterator[Resolved]:

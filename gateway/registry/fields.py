@@ -139,7 +139,6 @@ def split_names(text: str) -> list[str]:
 
 
 def read_aliases(value: object) -> object:
-    """Return aliases as a list of mappings, whether written as text or as a list."""
     if isinstance(value, str):
         value = [value]
     if not isinstance(value, list):

@@ -43,7 +43,6 @@ class Reading:
     left_out: Mapping[str, str] = field(default_factory=dict)
 
     def require_valid(self) -> None:
-        """Raise RegistryInvalid if there are problems."""
         if self.problems:
             raise RegistryInvalid(list(self.problems))
 
@@ -217,7 +216,6 @@ class _Reader:
         return spec
 
     def _validate(self, model: type[BaseModel], value: object, top: Where) -> BaseModel | None:
-        """Parse a value as a `model`; report problems and return None if it is invalid."""
         try:
             return model.model_validate(value, context=self._context)
         except ValidationError as error:
@@ -279,7 +277,6 @@ class _Reader:
         return dropped
 
     def _list_claims(self, models: Mapping[str, Any]) -> dict[str, list[Claim]]:
-        """Return each name with the claims to it: ids before aliases, in the file's order."""
         claims = {name: [Claim(name, ("models", name), "id")] for name in models}
         for name, entry in models.items():
             for inside, alias, is_text in _list_aliases(entry):
@@ -402,7 +399,6 @@ def _keys_in_file(loc: tuple[int | str, ...]) -> Iterator[int | str]:
 
 
 def _keys_beside(model: type[BaseModel], keys: Where) -> set[str]:
-    """Return the valid keys of the section that the last key is in."""
     for part in keys[:-1]:
         if isinstance(part, str):
             annotation = model.model_fields[part].annotation

@@ -44,12 +44,10 @@ REASONING_PARSERS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
 
 
 def canonical_names(parsers: Mapping[str, tuple[str, ...]]) -> Mapping[str, str]:
-    """Return the canonical name of every name."""
     return {each: name for name, others in parsers.items() for each in (name, *others)}
 
 
 def nearest(name: str, valid: Iterable[str]) -> str | None:
-    """Return the valid name that is most similar to `name`; None if none is similar."""
     return next(iter(most_similar(name, valid, 1)), None)
 
 

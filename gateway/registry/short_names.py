@@ -85,7 +85,6 @@ def complete(entry: Mapping[str, Any], variables: Mapping[str, str]) -> Mapping[
 
 
 def read_facts() -> Iterator[tuple[str, str, Facts]]:
-    """Yield the short name, the kind and the facts of each model in the catalogue."""
     for name, entry in _entries().items():
         yield name, entry["kind"], Facts.model_validate(entry[FACTS])
 

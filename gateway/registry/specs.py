@@ -239,7 +239,6 @@ class _Spec(Section):
 
 
 def _misplaced(key: str, message: str) -> PydanticCustomError:
-    """Return an error for a key that does not fit the entry's other keys."""
     return PydanticCustomError("misplaced_key", "{message}", {"key": key, "message": message})
 
 
@@ -394,12 +393,10 @@ class ChatSpec(_Spec):
 
     @property
     def base_spec(self) -> "ChatSpec | None":
-        """Return the model that `base` names, after the whole file was read."""
         return self._base_spec
 
     @property
     def draft_spec(self) -> "ChatSpec | None":
-        """Return the model that `draft` names, after the whole file was read."""
         return self._draft_spec
 
     def drafts_with(self) -> tuple[object, ...]:

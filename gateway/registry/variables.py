@@ -66,7 +66,6 @@ class ModelVariables:
         return entry, names
 
     def clashes(self, earlier: Iterable["ModelVariables"]) -> Iterator[str]:
-        """Describe the variables of this model that have a second meaning."""
         for name in sorted(VARIABLES):
             path = self.path(name)
             if path:
