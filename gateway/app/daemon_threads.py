@@ -1,4 +1,4 @@
-"""Runs calls that may never return in daemon threads, so that the process can still exit."""
+"""Runs calls that may never return. Their threads do not keep the process from exiting."""
 
 import asyncio
 import contextlib

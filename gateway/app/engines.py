@@ -71,8 +71,8 @@ LOOK_ANSWERS: Final = 3  # most hub timeouts of a lookup, which makes several re
 RENDER_S: Final = 5.0  # seconds to render a template, which usually takes 0.001
 DECODE_S: Final = 5.0  # seconds to decode an image; 12 million pixels take 1 to 2
 PROGRESS_S: Final = 5.0  # seconds between two log lines about a download
-# Stack size of threads that compile grammars or build matchers from them. The sandbox compiles each
-# grammar first, with a quarter of this size, so none overflows these stacks.
+# The stack size of threads started later, which compile grammars or build matchers from them. The
+# sandbox compiles each grammar first, on a quarter of this stack, so none overflows here.
 STACK_BYTES: Final = 4 * sandbox_worker.STACK_BYTES
 
 

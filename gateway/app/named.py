@@ -56,8 +56,7 @@ def load_served(settings: Settings) -> Catalog:
 def read_served(settings: Settings, *, may_pull: bool | None = None) -> Reading:
     """Read the served models, and collect problems instead of raising them.
 
-    If `may_pull` (default GATEWAY_AUTO_PULL), ask the hub for the kind of a model that is not on
-    disk.
+    `may_pull` (default GATEWAY_AUTO_PULL) lets the hub tell a missing model's kind.
     """
     set_variables, known = variables(), read_short_names() if settings.serve else {}
     named: dict[str, Mapping[str, Any]] = {}

@@ -1,9 +1,8 @@
 """Saves prefix caches in files, so that they outlive a restart.
 
-Files are written while the gateway drains or when an admin asks, and read while a model is loaded.
-A file's name consists of hashes of its model, of everything that the KV depends on, of the prompt's
-owner, and of the prompt. The file begins with an HMAC of its name and content, keyed with the
-folder's secret, so that changed files are not used.
+A drain or an admin's request writes files, and a model's load reads them. A file's name has hashes
+of the model, the KV's format, the prompt's owner and the prompt. Each file begins with an HMAC, so
+that a changed file is not used.
 
 Only one gateway at a time uses a folder.
 """
@@ -77,8 +76,7 @@ class PrefixFolder:
     def __init__(self, folder: Path, limit: int, keys: Sequence[str]) -> None:
         """Open a folder, and lock it until `close`.
 
-        Raises SettingsInvalid for a folder that others may access, and BlockingIOError for one that
-        another gateway has locked.
+        Raises SettingsInvalid if others may access the folder, and BlockingIOError if it is locked.
         """
         self._folder, self._limit = folder, limit
         self._unread = set[str]()  # names of unreadable files, which the next save writes again
@@ -134,8 +132,7 @@ class PrefixFolder:
     def names(self, key: str) -> dict[str, str | None]:
         """Return the names of a model's files, most recently used first, with their owners' salts.
 
-        The salt is None if no current key owns the file, or if its weights, settings or versions
-        differ.
+        The salt is None for a file that cannot be used any more.
         """
         # The first salt wins if several owners have the same hash.
         salts = {f"{key}-{owner}": salt for salt, owner in reversed(self._owners.items())}

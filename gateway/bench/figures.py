@@ -94,8 +94,8 @@ def measure(answers: Sequence[Answer], window: Window) -> Figures:
 
 
 def _units_inside(answer: Answer, window: Window) -> float:
-    # Answers may take longer than the window. A stream counts by the pieces that arrived inside it,
-    # and any other answer by the share of its time inside it.
+    # Answers may take longer than the window. A stream's share is that of its pieces inside the
+    # window. Any other answer's share is that of its time.
     if answer.arrivals:
         inside = sum(moment in window for moment in answer.arrivals)
         return answer.units * inside / len(answer.arrivals)

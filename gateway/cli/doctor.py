@@ -116,7 +116,7 @@ def _check_engine(settings: Settings, names: Sequence[str]) -> Report:
 
 
 def choose(specs: Iterable[ModelSpec], is_here: Callable[[ModelSpec], bool]) -> list[ModelSpec]:
-    """Choose a model of each kind: one that is a package, else one on disk, else the first."""
+    """Choose a model of each kind: a package, else one on disk, else the first."""
     first: dict[str, ModelSpec] = {}
     # An adapter cannot be checked without its base model.
     whole = [spec for spec in specs if not isinstance(spec, ChatSpec) or spec.base is None]

@@ -70,7 +70,7 @@ def check(
     print(f"{what}: {len(reading.catalog)} models by {count} names, no problems")
 
 
-# A variable is masked if its name has one of these words, or its plural, but not TOKENS.
+# A variable is masked if its name has one of these words or plurals, except TOKENS.
 _SECRET = frozenset({"KEY", "APIKEY", "TOKEN", "SECRET", "PASSWORD", "PASS", "CREDENTIAL"})
 # The values of a model's key `token_ids`, which are not secret.
 _CHOICES = frozenset({"accept", "reject"})

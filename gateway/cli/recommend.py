@@ -1,7 +1,7 @@
 """`mlx-gateway models recommend`: lists the models of the catalogue that fit a machine.
 
-A model fits if memory has room for its weights, the KV of one sequence and the smallest prefix
-cache. The sequence is as long as the memory allows, up to the model's context.
+Memory must have room for the weights, one sequence's KV and the smallest prefix cache. The sequence
+is as long as the memory allows, up to the model's context.
 """
 
 import re
@@ -124,7 +124,7 @@ def working_set(machine_bytes: int) -> int:
 
 
 def _read_memory(text: str) -> int:
-    """Read a size such as 64GB or 64, in GiB, since a Mac's 64 GB are 64 GiB."""
+    """Read a size such as 64GB or 64. Both mean GiB, as for a Mac's memory."""
     match = re.fullmatch(r"(\d{1,5}) *(?:GB|GiB|G)?", text.strip(), re.IGNORECASE)
     if match is None or not int(match[1]):
         raise typer.BadParameter(f"{text!r} is not a size such as 64GB", param_hint="--memory")

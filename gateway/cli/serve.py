@@ -188,7 +188,7 @@ async def _reload_at(hangup: asyncio.Event, gateway: Serving) -> None:
 
 def _stop(stop: asyncio.Event, signals: list[None]) -> None:
     """Start the drain at the first signal; exit at once at the second."""
-    # `stop` may be set already: Ctrl-C goes to all ranks, and another rank may have asked to stop.
+    # `stop` may be set by another rank's request, so it does not show a second signal.
     if signals:
         os._exit(1)
     signals.append(None)

@@ -1,7 +1,7 @@
 """Parses the sources of models' files: the hub, a folder or an installed package.
 
-A model is a folder, or one file whose name ends in .gguf. The source `package:…, hub:…` is a
-package or, if that is not installed, the same files on the hub.
+A model is a folder, or one file whose name ends in .gguf. `package:…, hub:…` is a package, or its
+files on the hub if it is not installed.
 """
 
 import importlib.util

@@ -1,10 +1,13 @@
 """GATEWAY_<ID>_<KEY>: environment variables that set any key of any model in the file.
 
-A name is the id and the keys in capitals, with _ for each run of other characters:
+A name has the id and the keys in capitals, joined by _. Other characters become _, too:
 GATEWAY_QWEN3_0_6B_SAMPLING_TOP_K sets `sampling.top_k` of qwen3-0.6b.
 
-Each variable has one meaning. Settings and variables in ${…} come first, and an id is refused if
-one of its variables could also be a setting or another model's.
+Each variable has one meaning:
+
+1. A variable that is a setting sets no key of a model.
+2. A variable that the file expands, as ${…}, has no other effect.
+3. An id is refused if its variables could also be settings, or keys of another model.
 """
 
 import re

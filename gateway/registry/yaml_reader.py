@@ -3,8 +3,8 @@
 Problems are collected, so that all are reported together.
 """
 
-# ruamel.yaml's round-trip loader knows lines too, but raises at the first repeated key, and
-# converts values before variables are replaced.
+# ruamel.yaml also knows lines, but raises at the first repeated key. It also converts values before
+# variables can be replaced in them.
 
 import re
 from collections.abc import Callable, Mapping
@@ -91,7 +91,7 @@ def expand(text: str, variables: Mapping[str, str]) -> tuple[str, list[str]]:
     return _PART.sub(value, text), names
 
 
-# Marks a value that is empty after its variables are replaced, so that its key counts as absent.
+# A value that is empty once its variables are replaced. Its key counts as absent.
 _ABSENT = object()
 
 
