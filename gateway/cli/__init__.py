@@ -11,8 +11,7 @@ gateways   finds the running gateway for a tool, or starts one
 terminal   options that several commands share, and tables
 lazy       modules that are imported at their first use, such as mlx
 
-Only `serve`, `doctor --engine` and `models recommend` without --memory import mlx. The exit
-status is 2 for wrong usage or settings, and 1 for other failures.
+The exit status is 2 for wrong usage or settings, and 1 for other failures.
 """
 
 import contextlib

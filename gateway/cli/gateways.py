@@ -84,7 +84,7 @@ def list_offers(url: str, settings: Settings, catalog: Catalog) -> list[Offer]:
 def catalog_offers(catalog: Catalog, settings: Settings) -> list[Offer]:
     hub, offers = lazy.hub_of(settings, may_download=False), []
     for name, spec in ((model.name, model.spec) for model in catalog):
-        # Tools use only chat models, and other models' files would need mlx.
+        # Reading other models' files would import mlx, and tools use only chat models.
         inputs = lazy.inputs.read_inputs(spec, hub) if isinstance(spec, ChatSpec) else None
         context = None if inputs is None else inputs.max_tokens
         offer = Offer(name, spec.id, spec.kind, context, spec.input_modalities)

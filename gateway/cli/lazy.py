@@ -1,7 +1,6 @@
 """Imports modules that need mlx or take long to import, each at its first use.
 
-from gateway.cli import lazy
-lazy.hub.on_disk(...)
+The modules are attributes, as in `lazy.hub.on_disk(...)`.
 """
 
 from importlib import import_module

@@ -312,7 +312,8 @@ def write_greeting(places: Sequence[Place], models: Sequence[ModelSpec], setting
 
 
 def _host_header(host: str, settings: Settings) -> list[str]:
-    # A gateway without keys checks the header Host, as a defence against web pages.
+    # A gateway without keys accepts only known names in the header Host, as a defence against web
+    # pages.
     is_known = settings.api_keys or {host, "*"} & set(settings.allowed_hosts)
     if is_known or ipaddress.ip_address(host).is_loopback:
         return []

@@ -69,7 +69,7 @@ _SizesText = Annotated[str, Field(pattern=_SIZES)]
 
 
 def _sizes(value: object) -> object:
-    """Read true, false, a list of sizes, or text such as `256, 512`, as variables have."""
+    """Read true, false, a list of sizes, or text such as `256, 512`."""
     if isinstance(value, str) and value.lower() in ("true", "false"):
         return value.lower() == "true"
     if isinstance(value, str) and re.fullmatch(_SIZES, value):

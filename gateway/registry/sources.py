@@ -1,7 +1,7 @@
 """Parses the sources of models' files: the hub, a folder or an installed package.
 
-A model is a folder, or one file whose name ends in .gguf. `package:…, hub:…` is a package, or its
-files on the hub if it is not installed.
+A model is a folder, or one file whose name ends in .gguf. `package:…, hub:…` is a package or, if
+that is not installed, the same files on the hub.
 """
 
 import importlib.util
@@ -143,7 +143,7 @@ def source_id(source: Source) -> str:
 def repository_of(source: Source) -> str:
     """Return the repository that a source's files come from, as far as that is known.
 
-    Paths name it in Hugging Face's cache and LM Studio's folder.
+    Paths in Hugging Face's cache and LM Studio's folder contain the repository's name.
     """
     if not isinstance(source, PathSource):
         return source_id(source)

@@ -453,7 +453,7 @@ class ChatSpec(_Spec):
 
 
 class Inputs(NamedTuple):
-    """The longest input, the kinds of input, and the verification of a model on disk."""
+    """The inputs that a model on disk takes, and how its family was verified."""
 
     max_tokens: int | None  # tokens; for a chat model, prompt and answer; None if unknown
     modalities: Sequence[str] = _Spec.input_modalities

@@ -1,6 +1,6 @@
 """GATEWAY_<ID>_<KEY>: environment variables that set any key of any model in the file.
 
-A name has the id and the keys in capitals, joined by _. Other characters become _, too:
+A name has the id and the keys in capitals, joined by _. Each run of other characters becomes one _:
 GATEWAY_QWEN3_0_6B_SAMPLING_TOP_K sets `sampling.top_k` of qwen3-0.6b.
 
 Each variable has one meaning:
