@@ -212,7 +212,6 @@ class ChatEngines:
         return None if self.ranks is None else self.ranks.share(spec)
 
     def _first_kv_bytes(self, checkpoint: Listing, spec: ChatSpec) -> int:
-        """Return the bytes of KV that are reserved when the model is loaded."""
         allowance = self.settings.kv_allowance_tokens
         tokens = min(allowance, spec.max_context or allowance)
         return kv_bytes(checkpoint, self.device, spec.weights_dtype, tokens, spec.kv_bits)

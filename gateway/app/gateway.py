@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 log = logs.get("app")
 
 READING_S = 10.0  # most seconds to read models.yaml, since its disk may hang
-FLUSH_S = 3.0  # seconds to send the last traces, at shutdown
+FLUSH_S = 3.0
 GRACE_S = 1.0  # seconds for ended requests to send their errors
 STALLED = "The engine has stopped, and is being started again."
 

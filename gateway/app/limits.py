@@ -27,7 +27,6 @@ def sized_prefixes(budget: Budget, memory_bytes: int) -> PrefixShare:
 
 
 def prefix_share(memory_bytes: int) -> int:
-    """Return the most bytes that all prefix caches together may hold."""
     return max(int(PREFIX_SHARE * memory_bytes), LEAST_PREFIXES)
 
 

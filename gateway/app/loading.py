@@ -103,8 +103,7 @@ class Engines(Store, Offers, Protocol):
         """Return the bytes of the device's largest possible buffer; None for no bound."""
 
     @property
-    def active_bytes(self) -> int:
-        """Return the bytes of all live arrays."""
+    def active_bytes(self) -> int: ...
 
     @property
     def cached_bytes(self) -> int:
@@ -166,7 +165,7 @@ class ModelLoader:
     pool: ThreadPools
     arrivals: Arrivals
     budget: Budget
-    prefixes: PrefixShare  # share of chat models that have no separate prefix pool
+    prefixes: PrefixShare
     pulls: Pulls
     kept: PrefixFiles
 
@@ -204,7 +203,6 @@ class ModelLoader:
             yield Loaded(batcher, nbytes, partial(self._adopt, batcher))
 
     def _adopt(self, batcher: Batcher, spec: ModelSpec) -> None:
-        """Apply the limits of a reloaded models.yaml to a loaded model."""
         # An adapter has the limits of its base.
         if isinstance(batcher, EmbeddingBatcher | RerankBatcher):
             assert isinstance(spec, EmbeddingSpec | RerankSpec)
@@ -362,7 +360,7 @@ class Preload:
     _models: ModelCache[Batcher]
     _engines: Engines
     has_reloaded: asyncio.Event = field(default_factory=asyncio.Event)
-    is_done: asyncio.Event = field(default_factory=asyncio.Event)  # set when first ready
+    is_done: asyncio.Event = field(default_factory=asyncio.Event)
     _has_tried: bool = False
 
     @property

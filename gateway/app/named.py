@@ -69,7 +69,7 @@ def read_served(settings: Settings, *, may_pull: bool | None = None) -> Reading:
             if source is not None:
                 entry = {"source": str(source), **find_entry(source, known)}
                 if not isinstance(source, HubSource) or source.revision is not None:
-                    entry = {**entry, "source": str(source)}  # overrides the known source
+                    entry = {**entry, "source": str(source)}
             else:  # an id in models.yaml, or else a short name
                 file = settings.models
                 is_in_file = text in read_models(file, set_variables).catalog.names()

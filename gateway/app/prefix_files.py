@@ -227,7 +227,7 @@ class PrefixFiles:
                 self._lack = "Another gateway has GATEWAY_PREFIX_FOLDER: this one saves no files."
                 log.warning("prefix_folder_taken", folder=str(folder), hint=self._lack)
         self._lane = lane
-        self._keys: dict[tuple[GenerationBatcher, int], str] = {}  # keys by model and adapter
+        self._keys: dict[tuple[GenerationBatcher, int], str] = {}
         self._saving = asyncio.Lock()
 
     def close(self) -> None:

@@ -99,7 +99,7 @@ class SelfTest:
         self._compute_digest = digest
         self._digest = ""
         self._limits = limits
-        self._kv = kv  # KV of one sequence of the test
+        self._kv = kv
         self._steps: Generator[Verdict] | None = None
         self._can_time = engine.facts.is_timed_when_idle  # False after a timed step failed
         self.verdict = Verdict()

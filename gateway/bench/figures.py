@@ -62,7 +62,7 @@ class Figures:
     requests_per_s: float
     units_per_s: float
     latency: Spread | None
-    first: Spread | None  # times until a stream's first piece
+    first: Spread | None
     errors: Mapping[str, int] = field(default_factory=dict)
 
 

@@ -33,7 +33,6 @@ class Service:
 
     @property
     def answer(self) -> int:
-        """Return the most tokens for an answer."""
         return (self.context or AGENT_CONTEXT) // 4
 
 
@@ -54,7 +53,7 @@ class Tool:
     command: str
     install: str
     set_up: Callable[[Service], Setup]
-    key: str = "MLX_GATEWAY_KEY"  # the variable that the tool reads its key from
+    key: str = "MLX_GATEWAY_KEY"
     least_context: int = AGENT_CONTEXT
 
     def environment(

@@ -126,7 +126,6 @@ def choose(specs: Iterable[ModelSpec], is_here: Callable[[ModelSpec], bool]) -> 
 
 
 def check_model_files(spec: ModelSpec, settings: Settings) -> Finding | None:
-    """Return why a model cannot be checked; None if its files are on disk."""
     if isinstance(spec, ChatSpec) and spec.base is not None:
         command = f"mlx-gateway doctor --engine --model {spec.base}"
         return Finding("files", "skip", f"an adapter is tested by its base. Run: {command}")

@@ -26,10 +26,10 @@ from gateway.errors import GatewayError
 from gateway.registry import Catalog, ChatSpec, HubSource, ModelSpec
 from gateway.settings import Settings, with_port
 
-ASK_S = 5  # seconds to wait for an answer that needs no model
+ASK_S = 5
 POLL_S = 0.1
 STOP_S = 15  # seconds after the drain until a gateway is killed
-LAST_LINES = 5  # lines of an ended gateway's log to show
+LAST_LINES = 5
 
 # A proxy would get even requests to this machine, so none is used.
 _DIRECTLY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -65,7 +65,7 @@ def find(settings: Settings) -> str | None:
 
 
 def list_offers(url: str, settings: Settings, catalog: Catalog) -> list[Offer]:
-    """Return the models that a running gateway offers. Raises NoGateway if it lists none."""
+    """Return a running gateway's models. Raises NoGateway if it lists none."""
     status, answer = _ask(url, "/v1/models", first_key(settings))
     if status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
         raise NoGateway(f"{url} refuses us ({status}). Set GATEWAY_API_KEYS to one of its keys.")

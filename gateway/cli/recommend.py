@@ -44,10 +44,10 @@ class Fit:
     kind: str
     weights_bytes: int
     context: int | None  # tokens: 0 for a model without KV, None if the model does not fit
-    is_whole: bool  # False: only a part of the model's context fits
+    is_whole: bool
     kv_bytes: int
     prefix_bytes: int
-    token_bytes: int  # bytes of weights read for each token
+    token_bytes: int
     verified: str  # the reference that answers of its family were compared with
 
     @property
@@ -85,7 +85,6 @@ def _state_bytes(group: LayersKept) -> int:
 
 
 def fit(name: str, kind: str, facts: Facts, memory_bytes: int, settings: Settings) -> Fit | None:
-    """Return the memory that a model would take on a device; None if its size is not known."""
     if facts.weights_bytes is None:
         return None
     weights, active = facts.weights_bytes, facts.active_b or 1

@@ -107,7 +107,7 @@ def _make_tls(settings: Settings) -> "ssl.SSLContext | None":
 class Serving(Protocol):
     """An application that can be served: a gateway, or a router in front of several."""
 
-    asgi: Any  # an ASGI application
+    asgi: Any
     is_preloaded: asyncio.Event
 
     def loaded(self) -> Sequence[ModelSpec]: ...
@@ -298,7 +298,7 @@ def write_greeting(places: Sequence[Place], models: Sequence[ModelSpec], setting
     ready = f"mlx-gateway is ready on {where}"
     if not models:
         return f"{ready} (Ctrl-C stops it). No model is loaded yet."
-    spec = min(models, key=lambda spec: not isinstance(spec, ChatSpec))  # a chat model, if any
+    spec = min(models, key=lambda spec: not isinstance(spec, ChatSpec))
     if settings.tls_cert:
         options.append("--insecure")  # few certificates are valid for this address
     if settings.api_keys:

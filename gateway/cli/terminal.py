@@ -39,7 +39,6 @@ Port: TypeAlias = Annotated[
 def flags_of(
     models: Path | None, names: list[str] | None, *, discover: bool, **others: object
 ) -> dict[str, object]:
-    """Return the settings that these options set; None for an option that is not given."""
     places = ("huggingface", "lmstudio") if discover else None
     return {"models": models, "serve": names or None, "discover": places, **others}
 

@@ -43,7 +43,7 @@ from gateway.serving.models.pulls import Pulls
 from gateway.serving.tokenize import ThreadPools
 from gateway.settings import Settings
 
-OnStage = Callable[[str, str], None]  # model, stage
+OnStage = Callable[[str, str], None]
 Rate = Callable[[int], Awaitable[int]]  # runs N rows at once, and counts their units
 MEASURED_S: Final = 1.0  # seconds to measure each speed, after an unmeasured batch
 TOKENS: Final = 24  # tokens of each answer

@@ -9,7 +9,7 @@ from gateway.errors import ModelNotFound
 from gateway.registry.names import most_similar
 from gateway.registry.specs import Alias, ChatSpec, ModelSpec
 
-MOST_SUGGESTED: Final = 3  # names suggested to a caller who sent an unknown one
+MOST_SUGGESTED: Final = 3
 
 
 @dataclass(frozen=True, slots=True)

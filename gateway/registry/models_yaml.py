@@ -23,7 +23,7 @@ from gateway.registry.variables import ModelVariables
 from gateway.registry.yaml_reader import Document, Where, read_yaml
 from gateway.settings import PREFIX, VARIABLES
 
-MAX_CHARS = 4_000_000  # the longest models.yaml
+MAX_CHARS = 4_000_000
 # Entries as in models.yaml, by the model's id.
 Entries: TypeAlias = Mapping[str, Mapping[str, Any]]
 NONE: Entries = MappingProxyType({})
@@ -135,7 +135,7 @@ class _Reader:
     ) -> None:
         self._document = document
         self._named, self._found = named, found
-        self._unwritten: list[str] = []  # ids of models that are not in the file
+        self._unwritten: list[str] = []
         self._context = {"folder": folder}
         # A variable that is a setting, or that the file expands, never sets a model's key.
         taken = VARIABLES | document.variables
@@ -292,7 +292,7 @@ class _Reader:
     ) -> ModelSpec:
         """Return a spec with the model that its `draft` or `base` names.
 
-        If that model is unusable, report it and return the spec unchanged.
+        An unusable model is reported, and the spec returned unchanged.
         """
         name = getattr(spec, key, None)
         if not isinstance(spec, ChatSpec) or name is None:

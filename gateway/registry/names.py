@@ -68,5 +68,4 @@ def most_similar(name: str, valid: Iterable[str], most: int) -> list[str]:
 
 
 def did_you_mean(name: str | None) -> str:
-    """Return a hint to append to a message; empty without a name."""
     return f"; did you mean {name!r}?" if name else ""

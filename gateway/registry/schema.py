@@ -22,7 +22,6 @@ _TEXT = {"type": "string"}
 
 
 def describe_fields(model: type[BaseModel]) -> dict[str, str]:
-    """Return the docstring of each field, by the field's name."""
     # Python drops the docstrings of attributes, so they are read from the source. pydantic would
     # read them at every start (`use_attribute_docstrings`), which is slower.
     words: dict[str, str] = {}

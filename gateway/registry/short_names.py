@@ -46,7 +46,6 @@ class Facts(Section):
 
 
 def read_short_names() -> Mapping[str, Mapping[str, Any]]:
-    """Return the entry of each short name, as in models.yaml."""
     return {
         name: {key: value for key, value in entry.items() if key != FACTS}
         for name, entry in _entries().items()

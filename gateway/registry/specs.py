@@ -83,7 +83,6 @@ class Section(BaseModel):
         return keys
 
     def overrides(self) -> dict[str, Any]:
-        """Return the values that override settings, by the settings' names."""
         overrides: dict[str, Any] = {}
         for key, field in type(self).model_fields.items():
             value = getattr(self, key)

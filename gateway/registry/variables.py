@@ -21,7 +21,6 @@ from gateway.registry.specs import SPECS
 from gateway.registry.yaml_reader import read_plain_value
 from gateway.settings import PREFIX, VARIABLES
 
-# The keys that lead to a value.
 Path = tuple[str, ...]
 
 

@@ -45,7 +45,7 @@ class Document:
     problems: list[tuple[int, str]] = field(default_factory=list)
     # Places whose value is missing because of a reported problem.
     broken: set[Where] = field(default_factory=set)
-    variables: set[str] = field(default_factory=set)  # names of all variables in the file
+    variables: set[str] = field(default_factory=set)
 
     def line(self, where: Where) -> int:
         """Return the line of a value, or of the nearest mapping or list around it."""
