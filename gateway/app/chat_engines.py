@@ -1,8 +1,4 @@
-"""Loads the models that need mlx-lm: chat models, and rerank models that score labels.
-
-This module is imported only once there is such a model, since importing mlx-lm takes a second or
-two.
-"""
+"""Loads chat models and label-scoring rerank models, which need mlx-lm."""
 
 from collections.abc import Generator
 from dataclasses import dataclass
@@ -58,7 +54,7 @@ from gateway.settings import Settings
 
 log = logs.get("engines")
 
-DraftFiles: TypeAlias = tuple[ChatSpec, Path]  # a draft model and its files
+DraftFiles: TypeAlias = tuple[ChatSpec, Path]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,16 +64,15 @@ class ChatEngines:
     device: Device
     bounds: DeviceBounds
     settings: Settings
-    budget_bytes: int  # bytes that all models together may hold
+    budget_bytes: int
     grammars: Sandbox
     templates: Sandbox
     images: sandbox_worker.Sandbox
     ranks: Ranks | None
-    prefixes: PrefixPool  # the pool that models share unless they have a separate one
-    report: Report  # called with weights for which the device has no kernel
+    prefixes: PrefixPool  # the prefix pool of models that have no separate one
+    report: Report  # called for weights without a kernel on the device
 
     def digest(self, spec: ChatSpec, files: Path) -> str:
-        """Return a digest of everything that a self-test depends on. Raises ModelLoadFailed."""
         checkpoint = open_checkpoint(spec.id, files)
         digest = self_test_digest(checkpoint, self.device, self._numbers(checkpoint, spec))
         share = self._share(spec)
@@ -87,7 +82,6 @@ class ChatEngines:
         return f"{digest}-{share.parallel}-{share.group.size()}"
 
     def size(self, spec: ChatSpec, files: Path, draft: DraftFiles | None) -> Size:
-        """Return the size of a chat model together with its draft model. Raises ModelLoadFailed."""
         size, _ = self._size(spec, files)
         if draft is None:
             return size
@@ -97,7 +91,6 @@ class ChatEngines:
         )
 
     def label_scorer(self, spec: RerankSpec, files: Path) -> Generator[RerankEngine | None]:
-        """Load a rerank model that scores labels, in steps. The last step yields the engine."""
         return load_label_scorer_in_steps(
             files,
             name=spec.id,
@@ -111,9 +104,9 @@ class ChatEngines:
     async def generation(
         self, spec: ChatSpec, files: Path, draft: DraftFiles | None, led: Setup | None
     ) -> Generator[GenerationEngine | None]:
-        """Read a chat model's tokenizer, off the lane. Return the steps that load the rest.
+        """Read a chat model's tokenizer, and return the steps that load the rest.
 
-        On a rank above 0, `led` is rank 0's setup, with which its share of the model is loaded.
+        `led` is rank 0's setup, which only the other ranks get.
         """
         settings = led or settings_of(spec, self.settings)
         kept_bytes, rows, pool = settings.prefix_cache_bytes, settings.speculate_rows, None
@@ -127,7 +120,6 @@ class ChatEngines:
             log.warning("parallel_alone", model=spec.id, hint="start all ranks with mlx.launch")
             return steps
         digest = await run_in_daemon_thread(self.digest, spec, files)
-        # Other ranks have the rest of the model, so this engine leads theirs.
         setup = Setup(describe(spec), digest, kept_bytes, rows)
         return lead_in_steps(self.ranks.leader, spec.id, setup, steps)
 
@@ -179,7 +171,6 @@ class ChatEngines:
     def adapter(
         self, spec: ChatSpec, files: Path, engine: GenerationEngine
     ) -> tuple[int, Generator[Adapter | None]]:
-        """Read an adapter's headers. Return the bytes it will hold, and the steps that add it."""
         assert isinstance(engine, MlxGenerationEngine)
         adapter, adapters = read_adapter(spec.id, files), engine.adapters
         return adapter.weights * adapters.dtype.size, adapters.add_in_steps(adapter)
@@ -198,7 +189,6 @@ class ChatEngines:
         return draft_setup
 
     def _size(self, spec: ChatSpec, files: Path, beside: int = 0) -> tuple[Size, Numbers]:
-        """Return a chat model's size, without its draft model, and its number formats."""
         checkpoint, dtype = self._listing(spec, files), spec.weights_dtype
         numbers = self._numbers(checkpoint, spec, beside)
         weights = weights_bytes(checkpoint, self.device, dtype, is_packed=numbers.is_packed)
@@ -215,28 +205,20 @@ class ChatEngines:
         return size, numbers
 
     def _listing(self, spec: ChatSpec, files: Path) -> Listing:
-        """Return the listing of a chat model's weights, or of this rank's share of them."""
         whole = open_checkpoint(spec.id, files)
         share = self._share(spec)
         return whole if share is None else SharedListing(whole, share)
 
     def _share(self, spec: ChatSpec) -> RankShare | None:
-        """Return this rank's share of a model; None if this process has all of it."""
         return None if self.ranks is None else self.ranks.share(spec)
 
     def _first_kv_bytes(self, checkpoint: Listing, spec: ChatSpec) -> int:
-        """Return the bytes of KV that a chat model's size includes: it always has room for them."""
-        # No sequence is longer than the context.
         allowance = self.settings.kv_allowance_tokens
         tokens = min(allowance, spec.max_context or allowance)
         return kv_bytes(checkpoint, self.device, spec.weights_dtype, tokens, spec.kv_bits)
 
     def _numbers(self, checkpoint: Listing, spec: ChatSpec, beside: int = 0) -> Numbers:
-        """Return the number formats of a chat model's weights and KV in memory.
-
-        On a CPU, quantized weights are dequantized only if the memory budget has room for the
-        result and `beside` bytes of another model.
-        """
+        """Return a chat model's number formats. `beside` is the bytes of another model."""
         # On a CPU, dequantized weights are faster, but many times as large.
         room = self.budget_bytes - beside - self._first_kv_bytes(checkpoint, spec)
         is_packed = must_stay_packed(checkpoint, self.device, spec.weights_dtype, room)
@@ -244,15 +226,14 @@ class ChatEngines:
 
 
 def count_kept(spec: ChatSpec, files: Path, settings: Settings) -> int | None:
-    """Estimate how many tokens a chat model's prefix cache holds if no other model is loaded.
+    """Estimate the tokens in a chat model's prefix cache; None if the KV's size is unknown.
 
-    None if the size of the model's KV is unknown. Raises ModelLoadFailed, and ValueError if the
-    settings' device does not exist.
+    Raises ModelLoadFailed, and ValueError for a missing device.
     """
     used, dtype = choose_device(settings.device), spec.weights_dtype
     checkpoint, memory = open_checkpoint(spec.id, files), memory_bytes(used)
     token = kv_bytes(checkpoint, used, dtype, 1, spec.kv_bits)
-    # Only full attention takes bytes per token; sliding windows and states have a fixed size.
+    # Sliding windows and states have a fixed size, so only full attention counts.
     token = int(token * full_attention_share(text_config(checkpoint.config())))
     if not token:
         return None
@@ -266,7 +247,7 @@ def count_kept(spec: ChatSpec, files: Path, settings: Settings) -> int | None:
 
 
 def log_costs(checkpoint: Checkpoint | GgufCheckpoint, device: Device, *, is_packed: bool) -> None:
-    """Log why a chat model will be slower or larger than its files suggest, if it will."""
+    """Warn if a chat model will be slower or larger than its files suggest."""
     if device is Device.CPU:
         if is_packed:
             log.warning("weights_stay_quantized", model=checkpoint.name, why="memory budget")

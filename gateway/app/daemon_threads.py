@@ -1,4 +1,4 @@
-"""Runs calls that may never return, in threads that do not keep the process from exiting."""
+"""Runs calls that may never return. Their threads do not keep the process from exiting."""
 
 import asyncio
 import contextlib
@@ -13,7 +13,7 @@ Ts = TypeVarTuple("Ts")
 
 
 async def run_in_daemon_thread(function: Callable[[*Ts], T], *args: *Ts) -> T:
-    """Call a function in a new thread, for which the process does not wait at exit."""
+    """Call a function in a new daemon thread, and return its result."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
 
@@ -24,7 +24,7 @@ async def run_in_daemon_thread(function: Callable[[*Ts], T], *args: *Ts) -> T:
     def work() -> None:
         try:
             outcome: tuple[Any, object] = done.set_result, function(*args)
-        except BaseException as error:  # any error has to reach the caller, which waits for it
+        except BaseException as error:  # the caller waits, so any error must reach it
             outcome = done.set_exception, _failure(error)
         with contextlib.suppress(RuntimeError):  # the loop has closed
             loop.call_soon_threadsafe(settle, *outcome)
@@ -34,7 +34,7 @@ async def run_in_daemon_thread(function: Callable[[*Ts], T], *args: *Ts) -> T:
 
 
 def _failure(error: BaseException) -> Exception:
-    """Return the error to raise in the caller. SystemExit and the like end only the thread."""
+    """Return an Exception to raise in the caller, even for SystemExit."""
     try:
         return as_exception(error)
     except BaseException:

@@ -1,7 +1,6 @@
-"""Loads a spec's model with MLX, after finding or downloading its files.
+"""Loads models with MLX, after finding or downloading their files.
 
-This module imports mlx, so code that needs no model must not import it. Models that need mlx-lm are
-loaded by chat_engines, which is imported once there is such a model.
+This module imports mlx, so code that needs no model must not import it.
 """
 
 import asyncio
@@ -68,13 +67,12 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 log = logs.get("engines")
 
-LOOK_ANSWERS: Final = 3  # a lookup, of several requests, may take this many hub timeouts
-RENDER_S: Final = 5.0  # seconds to render a template; an ordinary conversation takes 0.001
-DECODE_S: Final = 5.0  # seconds to decode an image; one of 12 million pixels takes one or two
+LOOK_ANSWERS: Final = 3  # most hub timeouts of a lookup, which makes several requests
+RENDER_S: Final = 5.0  # seconds to render a template, which usually takes 0.001
+DECODE_S: Final = 5.0  # seconds to decode an image; 12 million pixels take 1 to 2
 PROGRESS_S: Final = 5.0  # seconds between two log lines about a download
-# The stack size of all threads started later, such as those that compile grammars, and the lane's,
-# which builds matchers from them. Threads of the sandbox, which compile a grammar first, have a
-# quarter of that: a grammar that does not overflow the sandbox's stacks does not overflow these.
+# The stack size of threads started later, which compile grammars or build matchers from them. The
+# sandbox compiles each grammar first, on a quarter of this stack, so none overflows here.
 STACK_BYTES: Final = 4 * sandbox_worker.STACK_BYTES
 
 
@@ -95,50 +93,39 @@ class MlxEngines:
         self._bounds = read_bounds(self._device, device.device_info(self._device))
         self._budget_bytes = budget_bytes(settings, self.memory_bytes)
         self._hub = hub_of(settings, may_download=settings.auto_pull)
-        # The total bytes of each model that is being downloaded, by the model's id.
+        # The total bytes of each running download, by the model's id.
         self._sizes: dict[str, int] = {}
 
     @property
     def device(self) -> str:
-        """Return the name of the device."""
         return self._device.value
 
     @property
     def memory_bytes(self) -> int:
-        """Return the bytes of memory that the device offers this process."""
         return memory_bytes(self._device)
 
     @property
     def buffer_bytes(self) -> int | None:
-        """Return the bytes of the device's largest possible buffer; None for no bound."""
         return self._bounds.buffer_bytes
 
     @property
     def active_bytes(self) -> int:
-        """Return the bytes of all live arrays."""
         return active_bytes()
 
     @property
     def cached_bytes(self) -> int:
-        """Return the bytes that MLX has freed and keeps for reuse."""
         return cached_bytes()
 
     def classify(self, error: BaseException) -> Fault:
-        """Return the kind of fault that an error of the device shows."""
         return classify(error)
 
     def name(self, error: Exception) -> Exception:
-        """Return an error that names the folder of compiled code and its free bytes, if compiling
-        failed; any other error as it is.
-        """
         return name_failure(error)
 
     def tidy(self) -> None:
-        """Return freed memory to the system. Must run on the lane."""
         give_back()
 
     def begin(self) -> None:
-        """Open the sandboxes, and set the device and the memory limits of MLX on this thread."""
         self._sandboxes.enter_context(self._grammars)
         self._sandboxes.enter_context(self._templates)
         self._sandboxes.enter_context(self._images)
@@ -146,21 +133,18 @@ class MlxEngines:
         device.configure(self._device, *limits)
 
     def end(self) -> None:
-        """Close the sandboxes and this thread's MLX streams."""
         self.close_sandboxes()
         device.leave()  # without this, half of all exits on a CPU abort
 
     def close_sandboxes(self) -> None:
-        """End the sandboxes' processes. They can start again after another `begin`."""
+        """End the sandboxes' processes, which another `begin` can start again."""
         self._sandboxes.close()
 
     async def import_for(self, specs: Iterable[ModelSpec]) -> None:
-        """Import the code that loads and runs these models."""
         for spec in specs:
             await run_in_daemon_thread(self._import_for, spec)
 
     def _import_for(self, spec: ModelSpec) -> None:
-        """Import the code that loads and runs a model. Start the sandboxes for a chat model."""
         if isinstance(spec, ChatSpec):
             self._grammars.warm()
             self._templates.warm()
@@ -169,22 +153,20 @@ class MlxEngines:
                 _ = self._chat
 
     async def find(self, spec: ModelSpec) -> Path | None:
-        """Return the path of a model's files; None unless they and a draft model's are on disk."""
         draft = self._draft_of(spec)
         if draft is not None and await self.find(draft) is None:
             return None
         return await run_in_daemon_thread(on_disk, spec, self._hub)
 
     async def files(self, spec: ModelSpec, *, is_pull: bool = False) -> Path:
-        """Find or download a model's files. Raises ModelUnavailable if the hub does not answer."""
         draft = self._draft_of(spec)
-        if draft is not None:  # a draft model is loaded with its target
+        if draft is not None:
             await self.files(draft, is_pull=is_pull)
         files = await run_in_daemon_thread(on_disk, spec, self._hub)
         if files is not None:
             return files
         hub = self._hub_for(is_pull)
-        # The hub's client has no time limit for a complete answer, so one is set here.
+        # The hub's client does not limit the time of a complete answer.
         async with _answered_within(hub.timeout_s, spec.id):
             self._sizes[spec.id] = await run_in_daemon_thread(ask_hub, spec, hub)
         log.info("model_download", model=spec.id, source=str(spec.source))
@@ -193,7 +175,7 @@ class MlxEngines:
             return await run_in_daemon_thread(download, spec, hub)
         finally:
             telling.cancel()
-            # The entry may be gone, if a download for an earlier spec with this id has ended.
+            # A download for an earlier spec with this id may have removed the entry.
             self._sizes.pop(spec.id, None)
 
     async def _tell_percents(self, spec: ModelSpec) -> None:
@@ -205,11 +187,9 @@ class MlxEngines:
                 log.info("model_download", model=spec.id, percent=percent)
 
     async def digest(self, spec: ChatSpec, files: Path) -> str:
-        """Return a digest of everything that a self-test depends on. Raises ModelLoadFailed."""
         return await run_in_daemon_thread(lambda: self._chat.digest(spec, files))
 
     def fetched(self, spec: ModelSpec) -> Fetched:
-        """Return the progress of a model's download, or of its draft model's while that runs."""
         draft = self._draft_of(spec)
         if draft is not None and draft.id in self._sizes:
             return self.fetched(draft)
@@ -221,16 +201,12 @@ class MlxEngines:
         return replace(self._hub, may_download=self._hub.may_download or is_pull)
 
     async def offer(self, repo: str, is_pull: bool) -> Candidate:
-        """Look up a repository on the hub, to serve its model under the repository's name.
-
-        Raises ModelUnavailable, and ModelRefused for a model that may not or cannot be served.
-        """
         async with _answered_within(LOOK_ANSWERS * self._hub.timeout_s, repo):
             return await run_in_daemon_thread(self._offer, repo, is_pull)
 
     def _offer(self, repo: str, is_pull: bool) -> Candidate:
         source, hub = HubSource(repo), self._hub_for(is_pull)
-        if not is_pull:  # callers must not get private models by the operator's hub token
+        if not is_pull:  # else callers could get private models by the operator's hub token
             require_public(source, hub, repo)
         offer = look(source, hub, repo)
         if offer.has_code:
@@ -246,11 +222,6 @@ class MlxEngines:
         return Candidate(spec, offer.size, offer.missing, whole, free_bytes(hub))
 
     def tokenizer(self, spec: ChatSpec) -> Any:
-        """Return a chat model's transformers tokenizer, read from its files. Call it off the event
-        loop and the lane.
-
-        Raises ModelNotFound if the files are not on this disk, and ModelLoadFailed.
-        """
         files = None
         with contextlib.suppress(ModelLoadFailed, ModelUnavailable):  # a folder or package is gone
             files = on_disk(spec, self._hub)
@@ -262,17 +233,15 @@ class MlxEngines:
         return read_tokenizer(files, name=spec.id, chat_template=spec.chat_template)
 
     async def inputs(self, specs: Sequence[ModelSpec]) -> Mapping[str, Inputs | None]:
-        """Return the Inputs of models by id; None for a model whose files are not on disk."""
         return await run_in_daemon_thread(
             lambda: {spec.id: read_inputs(spec, self._hub) for spec in specs}
         )
 
     async def size(self, spec: ModelSpec, files: Path) -> Size:
-        """Return a model's size, read from its files' headers. Raises ModelLoadFailed."""
         return await run_in_daemon_thread(self._size, spec, files)
 
     def _size(self, spec: ModelSpec, files: Path) -> Size:
-        self._import_for(spec)  # importing on this thread delays neither the loop nor the lane
+        self._import_for(spec)  # imports on this thread delay neither the loop nor the lane
         if isinstance(spec, ChatSpec):
             return self._chat.size(spec, files, self._find_draft(spec))
         checkpoint = Checkpoint(spec.id, files)
@@ -284,13 +253,11 @@ class MlxEngines:
         return Size(sum(weights_bytes(part, self._device, spec.weights_dtype) for part in parts))
 
     def _draft_of(self, spec: ModelSpec) -> ChatSpec | None:
-        """Return a chat model's draft model; None if there is none or drafting is off."""
         if not isinstance(spec, ChatSpec):
             return None
         return spec.draft_in_use(self._settings.speculate_rows)
 
     def _find_draft(self, spec: ChatSpec) -> tuple[ChatSpec, Path] | None:
-        """Return a chat model's draft model and its files. Raises ModelUnavailable."""
         draft = self._draft_of(spec)
         if draft is None:
             return None
@@ -301,7 +268,6 @@ class MlxEngines:
         return draft, files
 
     def embedding(self, spec: EmbeddingSpec, files: Path) -> Generator[EmbeddingEngine | None]:
-        """Load an embedding model in steps. The last step yields the engine."""
         steps = load_embedding_in_steps(
             files,
             name=spec.id,
@@ -316,7 +282,6 @@ class MlxEngines:
         return _fused(spec, steps)
 
     def cross_encoder(self, spec: RerankSpec, files: Path) -> Generator[RerankEngine | None]:
-        """Load a rerank model in steps. The last step yields the engine."""
         if _scores_labels(spec):
             return _fused(spec, self._chat.label_scorer(spec, files))
         steps = load_cross_encoder_in_steps(
@@ -331,24 +296,17 @@ class MlxEngines:
     async def generation(
         self, spec: ChatSpec, files: Path, led: Setup | None = None
     ) -> Generator[GenerationEngine | None]:
-        """Read a chat model's tokenizer, off the lane. Return the steps that load the rest.
-
-        On a rank above 0, `led` is rank 0's setup, with which its share of the model is loaded.
-        """
         draft = await run_in_daemon_thread(self._find_draft, spec)
         return _fused(spec, await self._chat.generation(spec, files, draft, led))
 
     async def adapter(
         self, spec: ChatSpec, files: Path, engine: GenerationEngine
     ) -> tuple[int, Generator[Adapter | None]]:
-        """Read an adapter's headers, off the lane. Return the bytes that it will hold, and the
-        steps that add it to its base.
-        """
         return await run_in_daemon_thread(self._chat.adapter, spec, files, engine)
 
     @cached_property
     def _chat(self) -> "ChatEngines":
-        # Imported late, since importing mlx-lm takes a second or two.
+        # Importing mlx-lm takes a second or two.
         from gateway.app.chat_engines import ChatEngines
         from gateway.engine.kv.prefix_cache import PrefixPool
 
@@ -366,9 +324,6 @@ class MlxEngines:
         )
 
     def _report(self, widened: "WidenedWeights") -> None:
-        """Log weights that are dequantized for lack of a kernel. Raises ModelLoadFailed if they
-        exceed the memory budget.
-        """
         log.warning("weights_become_floating", **asdict(widened))
         if widened.total_bytes > self._budget_bytes:
             needed, room = map(logs.human_bytes, (widened.total_bytes, self._budget_bytes))
@@ -378,7 +333,6 @@ class MlxEngines:
 
 @contextlib.asynccontextmanager
 async def _answered_within(seconds: float, model: str) -> AsyncIterator[None]:
-    """Raise ModelUnavailable if the `with` block, which asks the hub, exceeds `seconds`."""
     try:
         async with asyncio.timeout(seconds):
             yield
@@ -388,9 +342,9 @@ async def _answered_within(seconds: float, model: str) -> AsyncIterator[None]:
 
 
 def _fused(spec: ModelSpec, steps: Generator[T]) -> Generator[T]:
-    """Load a model in steps, with fused kernels if the disk has room for their compiled code.
+    """Load a model in steps, with fused kernels if the disk has room for them.
 
-    Each step waits for its work on the device, and raises the device's errors.
+    Each step waits for the device, and raises the device's errors.
     """
     if not fuse():
         log.warning("runs_unfused", model=spec.id, folder=str(FOLDER), free_bytes=room())

@@ -1,7 +1,4 @@
-"""Builds the application of one gateway from the settings, and manages the lifetimes of its parts.
-
-Layers below app get plain arguments instead of the settings.
-"""
+"""Builds a gateway's application from the settings, and manages the lifetimes of its parts."""
 
 import asyncio
 import contextlib
@@ -55,13 +52,13 @@ if TYPE_CHECKING:
 log = logs.get("app")
 
 READING_S = 10.0  # most seconds to read models.yaml, since its disk may hang
-FLUSH_S = 3.0  # seconds to send the last traces, at shutdown
-GRACE_S = 1.0  # seconds in which ended requests may send their error
+FLUSH_S = 3.0
+GRACE_S = 1.0  # seconds for ended requests to send their errors
 STALLED = "The engine has stopped, and is being started again."
 
 
 class Gateway:
-    """A gateway for one catalog, whose models share one lane. `asgi` is the app to serve."""
+    """A gateway for one catalog. `asgi` is the application to serve."""
 
     def __init__(
         self,
@@ -125,9 +122,9 @@ class Gateway:
         self.asgi = self._make_app()
 
     async def reload(self) -> Changes:
-        """Read models.yaml again and return the changes.
+        """Read models.yaml again, and return the changes.
 
-        Raises ModelsFileInvalid, without changing anything, if the file is invalid.
+        Raises ModelsFileInvalid, and changes nothing, if the file is invalid.
         """
         async with self._reloading:  # one at a time, so that the last call reads the newest file
             if self.in_flight.is_draining:
@@ -141,16 +138,13 @@ class Gateway:
             except RegistryInvalid as error:
                 raise _invalid(error.problems) from None
             changes = self._served.replace(catalog)
-        # Running requests finish with the models that they have leased.
         self.models.reconsider()
         self._preload.has_reloaded.set()
         log.info("reloaded", **changes.by_kind())
         return changes
 
     async def drain(self) -> None:
-        """Refuse new requests, wait for running ones for at most `drain_s`, then save the prefix
-        caches. Saving has the rest of `drain_s`, but at least DRAIN_S.
-        """
+        """Refuse new requests, wait for running ones, and save the prefix caches."""
         until = clock.now() + self._settings.drain_s
         if not await self.in_flight.drain(self._settings.drain_s):
             log.warning("drain_cut_short", seconds=self._settings.drain_s)
@@ -234,16 +228,14 @@ class Gateway:
                         await asyncio.wait(background)
 
     def _read_gauges(self, loop: asyncio.AbstractEventLoop) -> Iterator[metrics.Reading]:
-        """Yield the gauges. They are read at each scrape, so that requests needn't update them."""
         rows, tickets, leases = Counter[str](), Counter[str](), Counter[str]()
-        for entry in self.models.entries:  # a model may have two: an old and a new copy
+        for entry in self.models.entries:  # a model may have two entries: an old and a new copy
             model, batcher = entry.spec.id, entry.model
             leases[model] += entry.leases
             if batcher is not None:
                 tickets[model] += batcher.tickets
                 if isinstance(batcher, GenerationBatcher):
                     rows[model] += batcher.rows
-        # ROWS, TICKETS and LEASES have a value per model; other gauges describe the whole gateway.
         yield metrics.READY.read(self._status() == "ready")
         yield metrics.HEARTBEAT_AGE.read(self._watch.beat_age_s)
         yield metrics.LOG_LINES_LOST.read(logs.lost_lines)
@@ -261,7 +253,6 @@ class Gateway:
 
     async def _tidy(self) -> None:
         """Every `give_back_s`, drop expired responses and return freed memory to the system."""
-        # Otherwise the process would keep as much memory as it used at its peak.
         while True:
             await asyncio.sleep(self._settings.give_back_s)
             self._responses.expire()
@@ -271,11 +262,10 @@ class Gateway:
 
     @property
     def health(self) -> str:
-        """Return the watch's status: "ok", "stalled" or "dead"."""
+        """Return "ok", "stalled" or "dead"."""
         return self._watch.status
 
     def loaded(self) -> list[ModelSpec]:
-        """Return the models that are loaded, in the catalog's order."""
         states = self.models.states()
         return [spec for spec in self._served.catalog.specs if states.get(spec.id) == "loaded"]
 
@@ -287,9 +277,6 @@ class Gateway:
         return self._preload.status
 
     def _fingerprint(self, spec: ModelSpec) -> str:
-        """Return a model's `system_fingerprint`: the gateway's version, the model's revision and
-        the device.
-        """
         source = spec.source
         # Only the hub has revisions that identify a model's files.
         revision = source.revision if isinstance(source, HubSource) else None
@@ -309,7 +296,6 @@ def _make_lane(settings: Settings, engines: Engines) -> Lane:
 
 
 def access_rules(settings: Settings) -> AccessRules:
-    """Return the rules by which requests are allowed: keys, hosts, origins and rate limits."""
     admin_key = None
     if settings.admin_key is not None:
         admin_key = settings.admin_key.get_secret_value()
@@ -338,7 +324,6 @@ def _make_response_store(settings: Settings) -> ResponseStore:
 
 
 def _make_tracer() -> "Tracer | None":
-    """Return a tracer; None unless OpenTelemetry is installed and OTEL_* names a destination."""
     if not exports_traces():
         return None
     try:
@@ -351,7 +336,6 @@ def _make_tracer() -> "Tracer | None":
 
 @contextlib.asynccontextmanager
 async def _exporting(tracer: "Tracer | None") -> AsyncIterator[None]:
-    """Send traces during the `with` block, and those not sent by then at its end."""
     if tracer is None:
         yield
         return
@@ -359,7 +343,7 @@ async def _exporting(tracer: "Tracer | None") -> AsyncIterator[None]:
     try:
         yield
     finally:
-        try:  # with a timeout, since the collector may not answer
+        try:  # the collector may not answer
             async with asyncio.timeout(FLUSH_S):
                 await run_in_daemon_thread(tracer.close)
         except TimeoutError:
@@ -367,6 +351,5 @@ async def _exporting(tracer: "Tracer | None") -> AsyncIterator[None]:
 
 
 def _invalid(problems: list[str]) -> ModelsFileInvalid:
-    """Log the problems and return the error to raise."""
     log.error("reload_refused", problems=problems)
     return ModelsFileInvalid("\n".join(problems))

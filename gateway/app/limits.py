@@ -1,6 +1,6 @@
 """The limits of each model: the settings, overridden by the model's keys in models.yaml.
 
-This module doesn't import mlx, because commands that only list models use it.
+Commands that only list models use this module, so it must not import mlx.
 """
 
 from dataclasses import fields
@@ -17,35 +17,31 @@ PREFIX_SHARE = 0.25  # fraction of the device's memory for all prefix caches
 
 
 def budget_bytes(settings: Settings, memory_bytes: int) -> int:
-    """Return the memory budget: the bytes that models and their KV may hold."""
+    """Return the bytes that all models and their KV may hold."""
     return settings.cache_max_bytes or int(CACHE_SHARE * memory_bytes)
 
 
 def sized_prefixes(budget: Budget, memory_bytes: int) -> PrefixShare:
-    """Return the share of the budget for a prefix pool that is sized by the machine's memory."""
+    """Return a prefix pool's share of the budget, sized by the device's memory."""
     return PrefixShare(budget, prefix_share(memory_bytes), leaves_room=True)
 
 
 def prefix_share(memory_bytes: int) -> int:
-    """Return the most bytes that all prefix caches may hold, even if models leave more free."""
     return max(int(PREFIX_SHARE * memory_bytes), LEAST_PREFIXES)
 
 
 def settings_of(spec: ModelSpec, settings: Settings) -> Settings:
-    """Return the settings for one model: the gateway's, overridden by the model's keys."""
     return settings.model_copy(update=spec.overrides())
 
 
 def fields_from(settings: Settings, kind: type[Any]) -> dict[str, Any]:
-    """Return the values of those fields of a dataclass that have a setting of the same name."""
+    """Return the settings that a dataclass has fields for, by name."""
     names = {field.name for field in fields(kind)} & Settings.model_fields.keys()
     return {name: getattr(settings, name) for name in names}
 
 
 def embedding_limits(settings: Settings, spec: EmbeddingSpec | RerankSpec) -> EmbeddingLimits:
-    """Return the limits of an embedding or rerank model's batches and queue."""
     settings = settings_of(spec, settings)
-    # The settings are in milliseconds, and the limits in seconds.
     windows = Windows(
         low_s=settings.embedding_window_low_ms / 1000,
         medium_s=settings.embedding_window_medium_ms / 1000,
@@ -64,7 +60,6 @@ def embedding_limits(settings: Settings, spec: EmbeddingSpec | RerankSpec) -> Em
 
 
 def generation_limits(settings: Settings, spec: ChatSpec) -> GenerationLimits:
-    """Return the limits of a chat model's batch and queue."""
     settings = settings_of(spec, settings)
     return GenerationLimits(
         max_batch_size=settings.generation_max_batch_size,

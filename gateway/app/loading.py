@@ -1,6 +1,4 @@
-"""Loads a spec's model: its files, its engine and its batcher, which are freed in reverse order.
-Also preloads models, and retries preloads that failed.
-"""
+"""Loads models with their engines and batchers, and preloads those marked `preload`."""
 
 import asyncio
 import contextlib
@@ -37,15 +35,15 @@ from gateway.serving.tokenize import ThreadPools
 from gateway.settings import Settings
 
 log = logs.get("loading")
-app_log = logs.get("app")  # readiness is an event of the whole app
+app_log = logs.get("app")
 
 RETRY_S = 30.0  # seconds until a failed preload is retried
-LOAD_POLL_S = 0.5  # seconds between two tries to lease a model that is still loading
+LOAD_POLL_S = 0.5  # seconds between two tries to lease a model that is loading
 _WARM_UP = SequenceParams(prompt=[0], max_tokens=2, sampling=Sampling(temperature=0), is_bare=True)
 
 
 def warm_encoder(name: str, engine: Any) -> None:
-    """Embed a word or score a pair. Raises ModelLoadFailed if the engine fails."""
+    """Embed a word or score a pair. Raises ModelLoadFailed."""
     try:
         if hasattr(engine, "embed"):
             engine.embed(engine.encode(["Hello"]))
@@ -56,9 +54,7 @@ def warm_encoder(name: str, engine: Any) -> None:
 
 
 def warm_chat(name: str, health: DeviceHealth, engine: GenerationEngine) -> None:
-    """Prefill one token and generate two. Raises ModelLoadFailed if the engine fails, and
-    DeviceLost if the device is lost.
-    """
+    """Prefill one token and generate two. Raises ModelLoadFailed, or DeviceLost."""
     results = [engine.step(StepPlan(joining=[(1, _WARM_UP)]))]
     while results[-1].reading or results[-1].decoding:  # after a fault, prefill starts again
         plan = StepPlan(kind="prefill", token_budget=16)
@@ -82,32 +78,32 @@ T = TypeVar("T")
 class Size:
     """The bytes that a model will hold."""
 
-    # Bytes of the weights in memory, where they may be wider than on disk.
+    # The weights in memory, where they may be wider than on disk.
     weights: int
-    # Bytes of KV for `kv_allowance_tokens`, for which the model always has room.
+    # The KV of `kv_allowance_tokens` tokens, which is always reserved.
     kv: int = 0
-    # Bytes of KV per token.
+    # The KV of one token.
     kv_token: int = 0
 
 
 class Engines(Store, Offers, Protocol):
-    """The interface for loading engines. MlxEngines is the real one; tests have scripted ones."""
+    """The interface of MlxEngines, which tests replace.
+
+    The steps of a load must run on the lane, and the last step yields the result.
+    """
 
     @property
-    def device(self) -> str:
-        """Return the name of the device, for `system_fingerprint`."""
+    def device(self) -> str: ...
 
     @property
-    def memory_bytes(self) -> int:
-        """Return the bytes of memory that the device offers this process."""
+    def memory_bytes(self) -> int: ...
 
     @property
     def buffer_bytes(self) -> int | None:
         """Return the bytes of the device's largest possible buffer; None for no bound."""
 
     @property
-    def active_bytes(self) -> int:
-        """Return the bytes of all live arrays."""
+    def active_bytes(self) -> int: ...
 
     @property
     def cached_bytes(self) -> int:
@@ -117,59 +113,51 @@ class Engines(Store, Offers, Protocol):
         """Return the kind of fault that an error of the device shows. Safe on any thread."""
 
     def name(self, error: Exception) -> Exception:
-        """Return the error, or one whose message explains it better. Must run on the lane."""
+        """Return the error, or one that explains it better. Must run on the lane."""
 
     def tidy(self) -> None:
         """Return freed memory to the system. Must run on the lane."""
 
     def begin(self) -> None:
-        """Prepare the lane's thread. Must be the first call on that thread."""
+        """Prepare the lane's thread. Must be its first call."""
 
     def end(self) -> None:
-        """Clean up the lane's thread. Must be the last call on that thread."""
+        """Clean up the lane's thread. Must be its last call."""
 
     async def import_for(self, specs: Iterable[ModelSpec]) -> None:
-        """Import the code that loads and runs these models, off the event loop and the lane."""
+        """Import the code that runs these models. Call it off the event loop and the lane."""
 
     def tokenizer(self, spec: ChatSpec) -> Any:
-        """Return a chat model's transformers tokenizer, read from its files. Call it off the event
-        loop and the lane.
+        """Read a chat model's transformers tokenizer. Call it off the event loop and the lane.
 
         Raises ModelNotFound if the files are not on this disk, and ModelLoadFailed.
         """
 
     async def inputs(self, specs: Sequence[ModelSpec]) -> Mapping[str, Inputs | None]:
-        """Return the Inputs of models by id; None for a model whose files are not on disk."""
+        """Return the Inputs of models by id; None for a model that is not on disk."""
 
     async def size(self, spec: ModelSpec, files: Path) -> Size:
-        """Return a model's size, read from its files' headers off the lane."""
+        """Return a model's size, read from its files' headers. Raises ModelLoadFailed."""
 
     async def digest(self, spec: ChatSpec, files: Path) -> str:
-        """Return a digest, computed off the lane, of everything that a self-test depends on."""
+        """Return a digest of everything that a self-test depends on. Raises ModelLoadFailed."""
 
-    def embedding(self, spec: EmbeddingSpec, files: Path) -> Generator[EmbeddingEngine | None]:
-        """Load in steps, which must run on the lane. The last step yields the engine."""
+    def embedding(self, spec: EmbeddingSpec, files: Path) -> Generator[EmbeddingEngine | None]: ...
 
-    def cross_encoder(self, spec: RerankSpec, files: Path) -> Generator[RerankEngine | None]:
-        """Load in steps, which must run on the lane. The last step yields the engine."""
+    def cross_encoder(self, spec: RerankSpec, files: Path) -> Generator[RerankEngine | None]: ...
 
     async def generation(self, spec: ChatSpec, files: Path) -> Generator[GenerationEngine | None]:
-        """Read a chat model's tokenizer, off the lane. Return the steps that load the rest, which
-        must run on the lane. The last step yields the engine.
-        """
+        """Read a chat model's tokenizer, and return the steps that load the rest."""
 
     async def adapter(
         self, spec: ChatSpec, files: Path, engine: GenerationEngine
     ) -> tuple[int, Generator[Adapter | None]]:
-        """Read an adapter's headers, off the lane. Return the bytes that it will hold, and the
-        steps that add it to its base's engine. They must run on the lane, and the last one yields
-        the adapter.
-        """
+        """Return the bytes that an adapter will hold, and the steps that add it to its base."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelLoader:
-    """Loads models for the model cache, each with its batcher."""
+    """A loader of models and their batchers, for the model cache."""
 
     settings: Settings
     engines: Engines
@@ -177,13 +165,14 @@ class ModelLoader:
     pool: ThreadPools
     arrivals: Arrivals
     budget: Budget
-    prefixes: PrefixShare  # the share of chat models without a separate prefix pool
+    prefixes: PrefixShare
     pulls: Pulls
     kept: PrefixFiles
 
     async def prepare(self, spec: ModelSpec, base: Batcher | None = None) -> Prepared[Batcher]:
-        """Find or download a model's files, and read its size. For an adapter, `base` is its loaded
-        base model.
+        """Find or download a model's files, and read its size.
+
+        For an adapter, `base` is the loaded base model.
         """
         files = await self.pulls.begin(spec).wait()
         if base is not None:
@@ -195,7 +184,6 @@ class ModelLoader:
         return Prepared(size.weights + size.kv, partial(self._open, spec, files, size))
 
     def fetched_percent(self, spec: ModelSpec) -> int | None:
-        """Return the percentage of a model's download that is done; None if none is running."""
         return self.pulls.percent(spec)
 
     @contextlib.asynccontextmanager
@@ -215,8 +203,7 @@ class ModelLoader:
             yield Loaded(batcher, nbytes, partial(self._adopt, batcher))
 
     def _adopt(self, batcher: Batcher, spec: ModelSpec) -> None:
-        """Apply the limits of a reloaded models.yaml to a loaded model."""
-        # An adapter is skipped, since it has the limits of its base.
+        # An adapter has the limits of its base.
         if isinstance(batcher, EmbeddingBatcher | RerankBatcher):
             assert isinstance(spec, EmbeddingSpec | RerankSpec)
             batcher.adopt(embedding_limits(self.settings, spec))
@@ -231,7 +218,6 @@ class ModelLoader:
         spec: EmbeddingSpec | RerankSpec,
         steps: Generator[E | None],
     ) -> AsyncIterator[tuple[Batcher, int]]:
-        """Load an embedding or rerank model, with a batcher of class `kind`."""
         limits = embedding_limits(self.settings, spec)
         warm = partial(warm_encoder, spec.id)
         async with self._open_engine(steps, warm) as (engine, nbytes):
@@ -263,9 +249,9 @@ class ModelLoader:
             for note in engine.facts.notes:
                 log.warning("files_not_followed", model=spec.id, what=note)
             kv = engine.facts.kv_cost or KvCost(size.kv_token)
-            if kv.states:  # docs/performance.md says how many states to allow for
+            if kv.states:
                 log.info("prefix_states", model=spec.id, bytes=kv.states)
-            # `size.kv` was estimated from the config, and may be many times too large.
+            # `size.kv` is an estimate from the config, and may be many times too large.
             allowance = settings.kv_allowance_tokens
             included = min(size.kv, kv.of(allowance) + kv.draft.token * allowance)
             images = engine.facts.images or ImageCost()
@@ -291,7 +277,7 @@ class ModelLoader:
                 kv=kv,
                 is_on=settings.self_test,
             )
-            await test.begin()  # takes about two seconds; the other tests run in idle time
+            await test.begin()
             clear = partial(engine.step, StepPlan(clear_prefixes=True))
             with self.lane.health.shedding(clear), ThreadPools(self.pool) as pool:
                 batcher = GenerationBatcher(
@@ -305,7 +291,6 @@ class ModelLoader:
                     yield batcher, nbytes + included + images.kept
 
     def _prefixes_of(self, spec: ChatSpec) -> PrefixShare:
-        """Return the share of the budget for a model's prefix pool."""
         kept = settings_of(spec, self.settings).prefix_cache_bytes
         if kept != "auto":
             return PrefixShare(self.budget, kept)
@@ -334,7 +319,6 @@ class ModelLoader:
     async def _open_engine(
         self, steps: Generator[E | None], warm: Callable[[E], None]
     ) -> AsyncIterator[tuple[E, int]]:
-        """Load an engine, warm it up, and yield it with the bytes it holds. Close it at exit."""
         engine = await self._load(steps)
         try:
             async with self.lane.turn("load") as run:
@@ -343,12 +327,11 @@ class ModelLoader:
                     await run(warm, engine)
             yield engine, nbytes
         finally:
-            # The engine is closed on the lane, where its arrays were created.
+            # The engine must be closed on the lane, where its arrays were created.
             async with self.lane.turn("load") as run:
                 await run(engine.close)
 
     async def _load(self, steps: Generator[T | None]) -> T:
-        """Run the steps of a load, with one turn of the lane per step, and return the result."""
         engine: T | None = None
         try:
             while engine is None:  # other work may have turns between two steps
@@ -362,7 +345,6 @@ class ModelLoader:
 
 
 def _next(steps: Generator[T | None]) -> T | None:
-    """Run one step of a load. Return the engine after the last step, else None."""
     engine = next(steps)
     if engine is not None:
         steps.close()  # frees everything except the engine
@@ -371,14 +353,14 @@ def _next(steps: Generator[T | None]) -> T | None:
 
 @dataclass(slots=True)
 class Preload:
-    """Loads the models that are marked `preload`, at the start and after each reload."""
+    """Loads the models marked `preload`, at the start and after each reload."""
 
     _settings: Settings
     _served: Served
     _models: ModelCache[Batcher]
     _engines: Engines
-    has_reloaded: asyncio.Event = field(default_factory=asyncio.Event)  # set after each reload
-    is_done: asyncio.Event = field(default_factory=asyncio.Event)  # set when first ready
+    has_reloaded: asyncio.Event = field(default_factory=asyncio.Event)
+    is_done: asyncio.Event = field(default_factory=asyncio.Event)
     _has_tried: bool = False
 
     @property
@@ -386,28 +368,24 @@ class Preload:
         """Return "loading", "failed" or "ready"."""
         if not self._has_tried:
             return "loading"
-        # With `ready_in_part`, the gateway is ready once at least one of the models is loaded.
+        # `ready_in_part` means that one loaded model is enough.
         failed = len(self._failed())
         if failed and (failed == len(self._preloaded()) or not self._settings.ready_in_part):
             return "failed"
         return "ready"
 
     async def run(self, is_ready: Callable[[], bool]) -> None:
-        """Loop forever: load the models, then wait for a reload, or for RETRY_S after a failure.
-
-        `is_ready` returns True if the whole gateway is ready.
-        """
         specs = self._preloaded()
         while True:
-            # The event is cleared before the catalog is read, so that no later reload is missed.
+            # Clear the event before reading the catalog, so that no later reload is missed.
             self.has_reloaded.clear()
             names, limit = self._served.catalog.preloaded(), self._settings.cache_max_models
             if len(names) > limit:
                 app_log.warning("preload_beyond_limit", models=list(names), cache_max_models=limit)
-            for spec in reversed(specs):  # those loaded last are evicted last
+            for spec in reversed(specs):  # models loaded last are evicted last
                 await self._load(spec)
             try:
-                # Import now, so that the first request does not have to wait for the imports.
+                # Import now, so that the first request does not wait for it.
                 await self._engines.import_for(self._served.catalog.specs)
             except Exception:  # callers get the error when they load the model
                 app_log.exception("import_failed")
@@ -418,7 +396,6 @@ class Preload:
                 app_log.info("ready", models=self._models.states())
             elif failed:
                 app_log.error("not_ready", failed=[spec.id for spec in failed], retry_s=RETRY_S)
-            # Failed models are retried after RETRY_S.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(RETRY_S if failed else None):
                     await self.has_reloaded.wait()
@@ -428,11 +405,9 @@ class Preload:
         return [spec for spec in self._served.catalog.specs if spec.preload]
 
     def _failed(self) -> list[ModelSpec]:
-        """Return the preloaded models whose last load failed, even while they are retried."""
         return [spec for spec in self._preloaded() if self._models.has_failed(spec)]
 
     async def _load(self, spec: ModelSpec) -> None:
-        """Load a model, however long that takes. Return early if the load fails."""
         # A reload may remove the spec meanwhile.
         while self._served.catalog.current(spec) is not None:
             try:

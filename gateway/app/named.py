@@ -1,7 +1,6 @@
-"""Reads the catalog of served models: those of models.yaml, those named in the settings, and those
-found on the disk. Also makes the client of the hub.
+"""Reads the catalog of served models, from models.yaml, the settings and the disk.
 
-The hub's client and mlx are imported only to find the kind of a model that no entry describes.
+The hub's client and mlx are imported late, since most calls need neither.
 """
 
 import os
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
 
 
 def hub_of(settings: Settings, *, may_download: bool) -> "Hub":
-    """Return a client of the hub that the settings name."""
     from gateway.engine.hub import Hub
 
     return Hub(
@@ -49,17 +47,16 @@ def hub_of(settings: Settings, *, may_download: bool) -> "Hub":
 
 
 def load_served(settings: Settings) -> Catalog:
-    """Return the catalog of served models. Raises RegistryInvalid with one line per problem."""
+    """Return the catalog of served models. Raises RegistryInvalid."""
     reading = read_served(settings)
     reading.require_valid()
     return reading.catalog
 
 
 def read_served(settings: Settings, *, may_pull: bool | None = None) -> Reading:
-    """Read all served models, and collect all problems instead of raising them.
+    """Read the served models, and collect problems instead of raising them.
 
-    Asks the hub for the kind of a named model that is not on the disk, if `may_pull` (default
-    GATEWAY_AUTO_PULL).
+    `may_pull` (default GATEWAY_AUTO_PULL) lets the hub tell a missing model's kind.
     """
     set_variables, known = variables(), read_short_names() if settings.serve else {}
     named: dict[str, Mapping[str, Any]] = {}
@@ -72,7 +69,7 @@ def read_served(settings: Settings, *, may_pull: bool | None = None) -> Reading:
             if source is not None:
                 entry = {"source": str(source), **find_entry(source, known)}
                 if not isinstance(source, HubSource) or source.revision is not None:
-                    entry = {**entry, "source": str(source)}  # overrides a known entry's revision
+                    entry = {**entry, "source": str(source)}
             else:  # an id in models.yaml, or else a short name
                 file = settings.models
                 is_in_file = text in read_models(file, set_variables).catalog.names()
@@ -101,10 +98,9 @@ def read_served(settings: Settings, *, may_pull: bool | None = None) -> Reading:
 
 
 def parse_name(text: str) -> Source | None:
-    """Return the source of a model named in the settings; None for an id or a short name.
+    """Return the source that a name stands for; None for an id or a short name.
 
-    A text that is also a path of a folder or GGUF file is taken as the path. Any other name with a
-    slash is a repository of the hub. Raises ValueError for an invalid source.
+    An existing path wins over a repository of that name. Raises ValueError for an invalid source.
     """
     path = os.path.expanduser(text)
     if text.partition(":")[0] in SCHEMES:
@@ -116,7 +112,7 @@ def parse_name(text: str) -> Source | None:
 
 
 def _is_same(one: Source, other: str) -> bool:
-    """Return True if both sources are the same model, at any revisions."""
+    """Return True if two sources differ only in revision."""
     repo, *_ = str(one).split("@")
     return repo == str(parse_source(other, Path.cwd())).split("@")[0]
 
@@ -135,7 +131,6 @@ def _find_kind(source: Source, model: str, settings: Settings, may_pull: bool | 
 
 
 def _discover(settings: Settings, given: Mapping[str, str]) -> tuple[Entries, dict[str, str]]:
-    """Return entries for the models found on the disk, and the reasons why some are left out."""
     if not settings.discover:
         return {}, {}
     from gateway.engine.discovery import discover
@@ -153,10 +148,7 @@ def _discover(settings: Settings, given: Mapping[str, str]) -> tuple[Entries, di
 
 
 def _select(catalog: Catalog, ids: list[str], settings: Settings, found: Entries) -> Catalog:
-    """Return a catalog of the named models, which are preloaded, then of the other served models.
-
-    Raises ModelNotFound for an unknown id.
-    """
+    """Return the named models, which are preloaded, then the other served models."""
     chosen: dict[str, ModelSpec] = {}
     for name in ids:
         spec = catalog.resolve(name).spec

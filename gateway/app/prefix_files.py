@@ -1,12 +1,10 @@
-"""Saves prefix caches in files, so that they outlive a restart. Files are written while the gateway
-drains and when an admin asks, and are read while a model is being loaded. Nothing else waits for
-the disk.
+"""Saves prefix caches in files, so that they outlive a restart.
 
-A file's name consists of hashes of its model, of everything that the KV depends on, of the prompt's
-owner, and of the prompt. The file begins with an HMAC of its name and content, keyed with a secret
-in the folder. So a file that was changed, cut off or written by another program is not used.
+A drain or an admin's request writes files, and a model's load reads them. A file's name has hashes
+of the model, the KV's format, the prompt's owner and the prompt. Each file begins with an HMAC, so
+that a changed file is not used.
 
-One gateway at a time locks the folder. Another gateway with the same folder runs without its files.
+Only one gateway at a time uses a folder.
 """
 
 import asyncio
@@ -38,15 +36,14 @@ log = logs.get("kept_prefixes")
 SUFFIX, PART, SECRET, LOCK = ".kv", ".part-", "secret", "lock"
 HASH_BYTES: Final = 32
 MOST_BYTES: Final = 1 << 30  # most bytes of one file
-ROUNDS: Final = 10_000  # rounds of hashing an API key: 5 ms, so that guessing keys is slow
-READ_S: Final = 10.0  # most seconds that reading files adds to a model's load
-DRAIN_S: Final = 2.0  # least seconds to save after a drain: supervisors wait 45 s in all
+ROUNDS: Final = 10_000  # rounds of hashing an API key: 5 ms, to slow down guessing
+READ_S: Final = 10.0  # most seconds that reading files adds to a load
+DRAIN_S: Final = 2.0  # least seconds to save files after a drain; supervisors wait 45 s in all
 
 
 def lock(file: Path) -> int:
-    """Lock a file, which is created if necessary, until the returned descriptor is closed.
+    """Lock a file, created if necessary, until the returned descriptor is closed.
 
-    The lock ends with this process at the latest, since no child process inherits the descriptor.
     Raises OSError, and BlockingIOError if the file is locked.
     """
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)  # NFS locks only writable files
@@ -59,8 +56,9 @@ def lock(file: Path) -> int:
 
 
 def folder_secret(settings: Settings) -> bytes | None:
-    """Return the secret of the prefix folder; None if there is no folder. Ids of images are made
-    with it, so that an image has the same ids after a restart.
+    """Return the prefix folder's secret; None if there is no folder.
+
+    Image ids depend on it, so that they stay the same after a restart.
     """
     if settings.prefix_folder is None:
         return None
@@ -70,15 +68,15 @@ def folder_secret(settings: Settings) -> bytes | None:
 
 
 class PrefixFolder:
-    """The folder of one gateway's prefix files, which only the gateway's user can read. Call its
-    methods off the event loop, since the disk may be slow.
+    """The folder of one gateway's prefix files.
+
+    Call its methods off the event loop, since the disk may be slow.
     """
 
     def __init__(self, folder: Path, limit: int, keys: Sequence[str]) -> None:
-        """Open a folder, which is created if necessary, and lock it until `close`.
+        """Open a folder, and lock it until `close`.
 
-        Raises SettingsInvalid for a folder that others may access, and BlockingIOError for one that
-        another gateway has locked.
+        Raises SettingsInvalid if others may access the folder, and BlockingIOError if it is locked.
         """
         self._folder, self._limit = folder, limit
         self._unread = set[str]()  # names of unreadable files, which the next save writes again
@@ -95,13 +93,12 @@ class PrefixFolder:
             raise SettingsInvalid([f"GATEWAY_PREFIX_FOLDER: {error}"]) from None
         # Each file's time of last use, in nanoseconds, and its bytes, by name.
         self.files = {name: (about.st_mtime_ns, about.st_size) for name, about in found}
-        # A hash of each owner, by cache salt. The salt of an API key is its position in the
-        # settings; the hash stays if keys are reordered. All keys together own the empty salt.
+        # A hash of each owner, by cache salt. Hashes stay the same if keys are reordered, but salts
+        # change. All keys together own the empty salt.
         self._owners = {"": self._hash_slowly("\0".join(sorted(keys)))}
         self._owners |= {f"key-{i}": self._hash_slowly(key) for i, key in enumerate(keys, 1)}
 
     def close(self) -> None:
-        """Unlock the folder, so that another gateway can use it."""
         self._held.close()
 
     @property
@@ -116,7 +113,6 @@ class PrefixFolder:
             raise self._invalid("must be a folder that you own and only you can access (mode 700)")
 
     def _open(self) -> bytes:
-        """Return the folder's secret, which the first gateway that uses the folder creates."""
         if not (self._folder / SECRET).exists():
             self._write(SECRET, secrets.token_bytes(HASH_BYTES), time.time_ns())
         secret = (self._folder / SECRET).read_bytes()
@@ -130,17 +126,15 @@ class PrefixFolder:
         return SettingsInvalid([f"GATEWAY_PREFIX_FOLDER={self._folder} {problem}"])
 
     def name(self, key: str, piece: PrefixPiece) -> str:
-        """Return the name of the file for a piece of a model's cached KV."""
         digest = self._hash(str((len(piece.own), piece.tokens)).encode())
         return f"{key}-{self._owners[piece.salt]}-{digest.hex()[:32]}{SUFFIX}"
 
     def names(self, key: str) -> dict[str, str | None]:
-        """Return the names of a model's files, most recently used first, each with the cache salt
-        of its owner. The salt is None for a file that no current key owns, or that does not fit the
-        current weights, settings or versions.
+        """Return the names of a model's files, most recently used first, with their owners' salts.
+
+        The salt is None for a file that cannot be used any more.
         """
-        # A key that is listed twice has the salt of its first position, and a single key the empty
-        # salt.
+        # The first salt wins if several owners have the same hash.
         salts = {f"{key}-{owner}": salt for salt, owner in reversed(self._owners.items())}
         model = key.partition("-")[0]
         newest = sorted(self.files.items(), key=itemgetter(1), reverse=True)
@@ -158,10 +152,10 @@ class PrefixFolder:
         return content
 
     def touch(self, name: str, at: int) -> bool:
-        """Set a file's time of last use, in nanoseconds. Return False if it has to be written."""
+        """Set a file's time of last use, in nanoseconds; return False if it must be written."""
         if name in self._unread:
             return False
-        with contextlib.suppress(KeyError, FileNotFoundError):  # somebody may have deleted it
+        with contextlib.suppress(KeyError, FileNotFoundError):  # the file may have been deleted
             _, size = self.files.pop(name)
             os.utime(self._folder / name, ns=(at, at))
             self.files[name] = at, size
@@ -169,8 +163,9 @@ class PrefixFolder:
         return False
 
     def write(self, name: str, content: bytes, at: int, since: int) -> None:
-        """Write a file that was last used at `at`. Delete the least recently used files to make
-        room, but none used after `since`. Raises OSError, also if there is not enough room.
+        """Write a file, and delete the least recently used files to make room.
+
+        Files used after `since` are kept. Raises OSError, also if there is not enough room.
         """
         size = HASH_BYTES + len(content)
         while self.nbytes + size > self._limit:
@@ -184,7 +179,6 @@ class PrefixFolder:
         self.files[name] = at, size
 
     def drop(self, name: str) -> None:
-        """Delete a file."""
         self.files.pop(name, None)
         with contextlib.suppress(OSError):
             (self._folder / name).unlink()
@@ -207,8 +201,7 @@ class PrefixFolder:
 def replacing(path: Path, prefix: str) -> Iterator[BinaryIO]:
     """Yield a file that replaces `path` at exit, unless there is an error. Raises OSError.
 
-    Readers never see a half-written file, and other users cannot read it. Until exit, its name
-    begins with `prefix`.
+    Readers never see a half-written file, and other users cannot read it.
     """
     handle, part = tempfile.mkstemp(dir=path.parent, prefix=prefix)  # mode 0600
     try:
@@ -221,10 +214,9 @@ def replacing(path: Path, prefix: str) -> Iterator[BinaryIO]:
 
 
 class PrefixFiles:
-    """Reads and saves the prefix caches of loaded models, if the settings name a folder."""
+    """Reads and saves prefix caches. Raises SettingsInvalid for an unusable folder."""
 
     def __init__(self, settings: Settings, lane: Lane) -> None:
-        """Open the folder in the settings, if any, until `close`. Raises SettingsInvalid."""
         self.folder: PrefixFolder | None = None
         self._lack = "GATEWAY_PREFIX_FOLDER is not set."
         if (folder := settings.prefix_folder) is not None:
@@ -235,18 +227,17 @@ class PrefixFiles:
                 self._lack = "Another gateway has GATEWAY_PREFIX_FOLDER: this one saves no files."
                 log.warning("prefix_folder_taken", folder=str(folder), hint=self._lack)
         self._lane = lane
-        self._keys: dict[tuple[GenerationBatcher, int], str] = {}  # by model and adapter
+        self._keys: dict[tuple[GenerationBatcher, int], str] = {}
         self._saving = asyncio.Lock()
 
     def close(self) -> None:
-        """Unlock the folder, so that another gateway can use it."""
         if self.folder is not None:
             self.folder.close()
 
     async def key(self, model: str, files: Path, digest: Callable[[], Awaitable[str]]) -> str:
-        """Return the key with which the names of a model's files begin; "" without a folder.
+        """Return the beginning of the names of a model's files; "" without a folder.
 
-        Call it before the model is loaded: the key identifies the weights as they are on disk now.
+        Call it before the model is loaded, since the files may change later.
         """
         if self.folder is None:
             return ""
@@ -255,16 +246,13 @@ class PrefixFiles:
         return "-".join(hashlib.sha256(part.encode()).hexdigest()[:16] for part in parts)
 
     async def key_of(self, batcher: GenerationBatcher) -> str:
-        """Return the key of a loaded base model, on which the keys of its adapters depend."""
         return self._keys.get((batcher, 0), "")
 
     @contextlib.asynccontextmanager
     async def of(
         self, model: str, batcher: GenerationBatcher, key: str, adapter: int = 0
     ) -> AsyncIterator[None]:
-        """Read a model's files, and have `save` write them during the `with` block. A model that is
-        split over several ranks has no files.
-        """
+        """Read a model's files, and let `save` write them during the `with` block."""
         if self.folder is None:
             yield
             return
@@ -276,15 +264,12 @@ class PrefixFiles:
             del self._keys[batcher, adapter]
 
     async def _read(self, model: str, batcher: GenerationBatcher, key: str, adapter: int) -> None:
-        """Read files into the prefix cache, for at most READ_S and while there is room for them.
-
-        Delete invalid files, but not files that the machine fails to read.
-        """
+        """Read files into the prefix cache, and delete invalid ones. Unreadable files stay."""
         folder, engine, prefixes = self.folder, batcher.engine, batcher.engine.prefixes
         if folder is None or prefixes is None:
             return
         started, read, dropped, problems = clock.now(), 0, 0, list[str]()
-        if not adapter:  # for an adapter, the base's steps set the limit
+        if not adapter:  # the base's steps set the limit of an adapter
             async with self._lane.turn("load") as run:
                 await run(engine.step, StepPlan(prefix_limit=batcher.memory.limit_prefixes()))
         names = await run_in_daemon_thread(folder.names, key)
@@ -315,9 +300,8 @@ class PrefixFiles:
             log.info("prefixes_read", model=model, **counts, problem=problem, seconds=seconds)
 
     async def save(self, seconds: float | None = None) -> int:
-        """Save the prefix caches of loaded models, within `seconds`. Return the number of files.
-
-        Raises Unavailable unless everything could be saved.
+        """Save the prefix caches, and return the number of files. Raises Unavailable if any is not
+        saved.
         """
         folder, started, problem = self.folder, clock.now(), ""
         if folder is None:
@@ -325,7 +309,7 @@ class PrefixFiles:
         try:
             async with asyncio.timeout(seconds), self._saving:
                 used = [used for used, _ in tuple(folder.files.values())]
-                # `since` is later than the times of all files, even if the clock was set back.
+                # `since` must be later than the times of all files, even if the clock was set back.
                 since = max([time.time_ns(), *used]) + 1
                 for (batcher, adapter), key in tuple(self._keys.items()):
                     if batcher.engine.prefixes is not None:
@@ -355,7 +339,6 @@ class PrefixFiles:
 
 
 def _stamp(files: Path) -> list[tuple[str, int, int, int]]:
-    """Return the names, sizes and times of a model's files. Any change of a file sets its ctime."""
     paths = sorted(files.iterdir()) if files.is_dir() else [files]
     found = [(path.name, path.stat()) for path in paths if path.is_file()]
     return [(name, about.st_size, about.st_mtime_ns, about.st_ctime_ns) for name, about in found]

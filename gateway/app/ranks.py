@@ -1,4 +1,4 @@
-"""Runs this process as a rank of a group started by mlx.launch: rank 0 leads, the others follow."""
+"""Runs this process as one rank of a group that mlx.launch started."""
 
 import asyncio
 import contextlib
@@ -26,12 +26,12 @@ log = logs.get("ranks")
 
 
 class RankEngines(Engines, Protocol):
-    """The `Engines` of a rank, which can load its share of a model. MlxEngines is the real one."""
+    """The `Engines` of one rank in a group."""
 
     async def generation(
         self, spec: ChatSpec, files: Path, led: Setup | None = None
     ) -> Generator[GenerationEngine | None]:
-        """Load as other `Engines` do or, if rank 0's setup is given as `led`, this rank's share."""
+        """Load a chat model. `led` is rank 0's setup, which only the other ranks get."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Ranks:
         return RankShare(spec.parallel, self.group)
 
     def lost(self) -> str | None:
-        """Return a description of the loss of a rank; None while all ranks are connected."""
+        """Return how a rank was lost; None while all ranks are connected."""
         return None if self.leader is None else self.leader.lost
 
 
@@ -58,7 +58,7 @@ def leading(group: RankGroup) -> Iterator[Ranks]:
     host = first_host()
     if not host:
         problem = "this backend of mlx.launch does not say where rank 0 is: use ring, jaccl or nccl"
-        share_bytes(group, b"")  # tells the other ranks, which wait for an invitation, to exit
+        share_bytes(group, b"")  # tells the other ranks, which wait, to exit
         raise SettingsInvalid([problem])
     with inviting(host) as (invitation, listener):
         share_bytes(group, invitation.encode())
@@ -74,7 +74,7 @@ def leading(group: RankGroup) -> Iterator[Ranks]:
 
 
 def follow_rank_0(settings: Settings, group: RankGroup, engines: RankEngines) -> None:
-    """Make the engine calls that rank 0 sends, until it ends the group. Raises SettingsInvalid."""
+    """Make the engine calls that rank 0 sends. Raises SettingsInvalid."""
     invitation = share_bytes(group, b"")
     if not invitation:
         raise SettingsInvalid(["rank 0 did not start: see its log"])
@@ -95,16 +95,15 @@ def follow_rank_0(settings: Settings, group: RankGroup, engines: RankEngines) ->
 
 
 def describe(spec: ChatSpec) -> str:
-    """Return a digest of the spec's keys that affect loading. It must be equal on every rank."""
-    said = sorted(spec.loaded_with().items())  # no paths, since they may differ between ranks
+    """Return a digest of the keys that affect loading, which must be equal on every rank."""
+    said = sorted(spec.loaded_with().items())  # paths may differ between ranks
     return hashlib.sha256(repr(said).encode()).hexdigest()
 
 
 async def _load(
     settings: Settings, engines: RankEngines, model: str, setup: Setup
 ) -> GenerationEngine:
-    """Load this rank's share of a model."""
-    # The model must be the same as rank 0's: otherwise the answers would be nonsense.
+    # Answers would be nonsense if the ranks had different models.
     spec = load_served(settings).by_id(model)  # models.yaml may have changed
     if not isinstance(spec, ChatSpec) or describe(spec) != setup.spec:
         raise ModelLoadFailed(model, "its models.yaml differs from that of rank 0")
@@ -117,11 +116,10 @@ async def _load(
 
 
 def _stop(link: Follower) -> Any:
-    """Return a signal handler that asks rank 0 to end the group."""
     signals: list[int] = []
 
     def handle(number: int, _: object) -> None:
-        if signals:  # this is the second signal: exit at once
+        if signals:  # the second signal: exit at once
             os._exit(1)
         signals.append(number)
         link.ask_to_stop()

@@ -1,7 +1,7 @@
-"""Runs a chat model's self-test: the first steps at load, and the others while the model is idle.
-`doctor --engine` runs all steps at once. Then decode steps of several widths are timed.
+"""Runs a chat model's self-test, partly at load and the rest while the model is idle.
 
-The verdict is stored on disk, in a file named by a digest of everything that it depends on.
+Decode steps of several widths are timed afterwards. The verdict is stored on disk under a digest of
+everything that it depends on.
 """
 
 import asyncio
@@ -33,24 +33,24 @@ log = logs.get("self_test")
 
 LANE_S = 2.0  # most seconds on the lane for the steps at load
 IDLE_POLL_S = 0.5  # seconds between two steps in idle time
-ROWS = 6  # rows in memory at once: three, padded to the longest, and their copies when one joins
-MAX_FILE_BYTES = 4096  # most bytes to read of a verdict's file, since another program may write it
+ROWS = 6  # rows in memory at once: three, and their copies when one joins
+MAX_FILE_BYTES = 4096  # most bytes to read of a verdict's file, since other programs may write it
 _VERDICT = TypeAdapter(Verdict)
 
 
 @dataclass(frozen=True, slots=True)
 class VerdictStore:
-    """The stored verdicts: one small file for each, which only this user can read."""
+    """The stored verdicts, one file each, which only this user can read."""
 
     folder: Path
 
     def read(self, digest: str) -> Verdict:
-        """Return the verdict stored under a digest; an empty Verdict if there is none."""
+        """Return the verdict stored under a digest; an empty one if there is none."""
         try:
             with self._file(digest).open("rb") as file:
                 verdict = _VERDICT.validate_json(file.read(MAX_FILE_BYTES), strict=True)
         except (OSError, ValueError):
-            return Verdict()  # an empty verdict, so that the model is tested again
+            return Verdict()
         is_sound = all(1e-6 < seconds < 1e6 for seconds in verdict.step_s)
         return verdict if is_sound else replace(verdict, step_s=())
 
@@ -96,11 +96,10 @@ class SelfTest:
         self._lane = lane
         self._budget = budget
         self._verdicts = verdicts
-        # Returns a digest of everything that the verdict depends on.
         self._compute_digest = digest
         self._digest = ""
         self._limits = limits
-        self._kv = kv  # the KV that a sequence of the test takes
+        self._kv = kv
         self._steps: Generator[Verdict] | None = None
         self._can_time = engine.facts.is_timed_when_idle  # False after a timed step failed
         self.verdict = Verdict()
@@ -114,7 +113,7 @@ class SelfTest:
         else:
             self._digest = await self._compute_digest()
             self.verdict = await run_in_daemon_thread(self._verdicts.read, self._digest)
-            spent_s = 0.0  # seconds on the lane, without the wait for it
+            spent_s = 0.0
             if not self.verdict.is_whole:
                 while not self.verdict.is_whole and spent_s < LANE_S:
                     spent_s += await self._step()
@@ -122,7 +121,7 @@ class SelfTest:
         await self._apply()
 
     async def run_to_end(self) -> Verdict:
-        """Run the whole test, even if a verdict is stored. Apply and store the new verdict."""
+        """Run the whole test, even if a verdict is stored, and store the new verdict."""
         self._digest, self._can_time = await self._compute_digest(), True
         while not self._is_over:
             await self._step()
@@ -134,7 +133,7 @@ class SelfTest:
 
     @contextlib.asynccontextmanager
     async def run_when_idle(self, batcher: GenerationBatcher) -> AsyncIterator[None]:
-        """While entered, continue the test whenever the model is idle."""
+        """Continue the test whenever the model is idle, until the context ends."""
         batcher.verdict = self.verdict if self._is_on or self._mode == "off" else None
         batcher.note_batching()
         if not self._is_on or (self._is_over and self._next_width is None):
@@ -157,7 +156,7 @@ class SelfTest:
 
     @property
     def _next_width(self) -> int | None:
-        """Return the number of rows of the next decode step to time; None if none is left."""
+        """Return the rows of the next decode step to time; None if no step is left."""
         if not self._engine.is_batched or not self._can_time:
             return None
         limits = self._limits
@@ -165,13 +164,11 @@ class SelfTest:
 
     @property
     def _bytes_needed(self) -> int:
-        """Return the bytes of KV that the next step takes."""
         if not self._is_over:
             return ROWS * self._kv.of(self._engine.facts.self_test_tokens)
         return Layout([1] * (self._next_width or 0)).nbytes(RowCosts(self._kv))
 
     async def _step(self) -> float:
-        """Run one step of the test. Return its seconds on the lane."""
         async with self._lane.turn("load") as run:
             if self._steps is None:
                 self._steps = self._engine.self_test()
@@ -180,7 +177,6 @@ class SelfTest:
             return clock.now() - began
 
     async def _finish(self, batcher: GenerationBatcher) -> None:
-        """Run the remaining steps in idle time, and apply each whole verdict."""
         share = self._budget.share()
         try:
             while not self._is_over or self._next_width is not None:
@@ -188,8 +184,7 @@ class SelfTest:
                 needed = self._bytes_needed
                 is_short = self._budget.spare_bytes < needed
                 if batcher.rows or batcher.tickets or not self._lane.is_idle:
-                    # Requests would wait for the test's memory. Free it: the test starts again
-                    # from its beginning in idle time.
+                    # Requests need the memory, so free it. The test starts again in idle time.
                     if share.nbytes and (batcher.is_short_of_memory or is_short):
                         await self._close()
                         share.release()
@@ -210,7 +205,7 @@ class SelfTest:
             share.release()
 
     async def _time(self, rows: int) -> None:
-        """Time a decode step of `rows` rows. Give up if others want the device meanwhile."""
+        """Time a decode step of `rows` rows, unless other work takes the device."""
         steps, seconds, began = self._engine.time_step(rows), None, clock.now()
         try:
             while seconds is None:
@@ -228,8 +223,6 @@ class SelfTest:
         self.verdict = replace(self.verdict, step_s=(*self.verdict.step_s, seconds))
 
     async def _report(self, batcher: GenerationBatcher) -> None:
-        """Apply and store the verdict if it is whole."""
-        # Nothing is done for a verdict that applies already.
         before = batcher.verdict
         if not self.verdict.is_whole or self.verdict == before:
             return
@@ -240,7 +233,6 @@ class SelfTest:
         await self._keep()
 
     async def _apply(self) -> None:
-        """Apply the verdict to the engine, and log it."""
         async with self._lane.turn("load") as run:
             await run(self._engine.apply_verdict, self.verdict)
         answers = "together" if self._engine.is_batched else "one at a time"
@@ -259,7 +251,6 @@ class SelfTest:
             log.warning("self_test_not_kept", model=self._model, error=str(error))
 
     async def _close(self) -> None:
-        """Abandon an unfinished test, and free its memory on the lane."""
         if self._steps is not None:
             with contextlib.suppress(Unavailable):
                 async with self._lane.turn("load") as run:

@@ -1,4 +1,4 @@
-"""Computes rates and percentiles from answers; reads no clock. Times are in seconds."""
+"""Computes rates and percentiles from answers, whose times are in seconds."""
 
 import math
 from collections import Counter
@@ -15,7 +15,7 @@ class Answer:
     arrivals: Sequence[float] = ()  # times at which the pieces of a stream arrived
     units: int = 0  # vectors, pairs or tokens
     error: str | None = None
-    prompt: int = 0  # tokens; `cached` of them came from the server's cache
+    prompt: int = 0  # tokens of the prompt, `cached` of them from the server's cache
     cached: int = 0
 
     @property
@@ -24,13 +24,12 @@ class Answer:
 
     @property
     def first(self) -> float:
-        """Return the seconds from the request to the first piece of a stream."""
         return self.arrivals[0] - self.started
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The interval that is measured. Clients are busy before and after it, too."""
+    """The measured interval. Clients are also busy before and after it."""
 
     start: float
     end: float
@@ -45,7 +44,7 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Percentiles of times, in seconds. By the nearest-rank method, each is a measured time."""
+    """Percentiles of times, in seconds, by the nearest-rank method."""
 
     p50: float
     p95: float
@@ -57,18 +56,18 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """The figures of one load in a window. A spread is None if there was nothing to measure."""
+    """The figures of one load in a window. A spread is None if nothing was measured."""
 
     requests: int
     requests_per_s: float
     units_per_s: float
     latency: Spread | None
-    first: Spread | None  # times from the request to a stream's first piece
+    first: Spread | None
     errors: Mapping[str, int] = field(default_factory=dict)
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Return the smallest value that `percent` % of the values do not exceed (nearest rank)."""
+    """Return the smallest value that `percent` % of the values do not exceed."""
     ranked = sorted(values)
     return ranked[max(0, math.ceil(percent / 100 * len(ranked)) - 1)]
 
@@ -80,7 +79,7 @@ def spread(values: Sequence[float]) -> Spread | None:
 
 
 def measure(answers: Sequence[Answer], window: Window) -> Figures:
-    """Compute the figures of the answers in a window. Errors outside the window count, too."""
+    """Compute the figures of a window. Errors outside the window count, too."""
     good = [answer for answer in answers if answer.error is None]
     ended = [answer for answer in good if answer.ended in window]
     opened = [answer for answer in good if answer.arrivals and answer.arrivals[0] in window]
@@ -95,9 +94,8 @@ def measure(answers: Sequence[Answer], window: Window) -> Figures:
 
 
 def _units_inside(answer: Answer, window: Window) -> float:
-    # Counting whole answers would be coarse: they may take longer than the window, or all end at
-    # once. So a stream's tokens count if they arrived inside the window. Any other answer counts by
-    # the share of its time that is inside the window.
+    # Answers may take longer than the window. A stream's share is that of its pieces inside the
+    # window. Any other answer's share is that of its time.
     if answer.arrivals:
         inside = sum(moment in window for moment in answer.arrivals)
         return answer.units * inside / len(answer.arrivals)

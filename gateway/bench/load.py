@@ -1,4 +1,4 @@
-"""Runs N clients, each of which sends a request once its last is answered. Only this uses HTTP."""
+"""Runs clients over HTTP, each of which sends its next request after an answer."""
 
 import asyncio
 import time
@@ -20,8 +20,8 @@ from gateway.bench.requests import (
 )
 
 now = time.perf_counter
-PAUSE_S = 0.1  # seconds to wait after an error: a client that is refused at once would spin
-# The first class that an error belongs to names it: subclasses come before their bases.
+PAUSE_S = 0.1  # seconds to wait after an error, so that clients do not spin
+# Subclasses come before their bases, since the first match names an error.
 _NAMES: Sequence[tuple[type[Exception], str]] = (
     (TimeoutError, "timed out"),
     (aiohttp.ClientConnectorError, "cannot connect"),
@@ -41,7 +41,7 @@ class Load:
 
 
 class Peer:
-    """The server under load. As a context manager, it reuses connections between requests."""
+    """The server under load. As a context manager, it reuses connections."""
 
     def __init__(self, url: str, *, key: str | None = None, timeout_s: float = 600) -> None:
         url = url.rstrip("/")
@@ -49,12 +49,11 @@ class Peer:
         self._headers = {"content-type": "application/json"}
         if key is not None:
             self._headers["authorization"] = f"Bearer {key}"
-        # The timeout covers the whole answer, streamed or not.
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
 
     async def __aenter__(self) -> "Peer":
         self._session = aiohttp.ClientSession(
-            # Connections are not limited: only the server may make clients wait.
+            # Connections are not limited, so that only the server makes clients wait.
             connector=aiohttp.TCPConnector(limit=0),
             headers=self._headers,
             timeout=self._timeout,
@@ -65,7 +64,7 @@ class Peer:
         await self._session.close()
 
     async def ask(self, ask: Ask) -> Answer:
-        """Send one request and count its answer's units. A failure becomes the answer's `error`."""
+        """Send one request, and count its answer's units. Failures become the answer's `error`."""
         arrivals: list[float] = []
         started = now()
         try:
@@ -124,13 +123,13 @@ def name_connection_error(error: Exception) -> str:
 async def run_closed_loop(
     peer: Peer, loads: Sequence[Load], *, warmup_s: float, duration_s: float
 ) -> list[Figures]:
-    """Run several loads at once and return the figures of each, measured after the warm-up."""
+    """Run several loads at once, and return the figures of each, after a warm-up."""
     start = now() + warmup_s
     window = Window(start, start + duration_s)
 
     async def client(workload: Workload) -> list[Answer]:
         answers = []
-        # Answers under way at the window's end are awaited: their part inside the window counts.
+        # Answers under way at the window's end count in part, so wait for them.
         while now() < window.end:
             answers.append(await peer.ask(workload.next()))
             if answers[-1].error is not None:

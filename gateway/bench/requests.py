@@ -1,6 +1,6 @@
-"""Builds the requests of each kind of work, and reads and counts their answers, streamed or not.
+"""Builds requests, and reads and counts their answers, streamed or not.
 
-The same seed makes the same texts. All texts of a seed differ, so that no server can cache them.
+The same seed makes the same texts, which all differ, so that no server can cache them.
 """
 
 import math
@@ -32,11 +32,11 @@ class Kind(StrEnum):
 
 
 class WrongAnswer(Exception):
-    """Raised for an answer that does not fit its request. Errors are counted by their messages."""
+    """Raised for an answer that does not fit its request. Errors are counted by message."""
 
 
 class Texts:
-    """Numbered texts. Their lengths, in words, cycle through `lengths`."""
+    """Numbered texts, whose lengths in words cycle through `lengths`."""
 
     def __init__(self, seed: int, lengths: Sequence[int]) -> None:
         self._seed = seed
@@ -49,15 +49,13 @@ class Texts:
         return " ".join((str(number), *random.choices(WORDS, k=length - 1)))
 
     def part(self, number: int, length: int) -> list[str]:
-        """Return the texts of request `number`; each request has `length` texts."""
+        """Return the texts of request `number`, if each request has `length` texts."""
         return [self[number * length + i] for i in range(length)]
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request. `count` returns how many vectors, pairs or tokens an answer to it has, or raises
-    WrongAnswer.
-    """
+    """One request. `count` returns an answer's vectors, pairs or tokens, or raises WrongAnswer."""
 
     path: str
     body: bytes
@@ -66,7 +64,7 @@ class Ask:
 
 
 class Workload:
-    """An endless sequence of numbered requests. Each is sent once, by the next free client."""
+    """An endless sequence of numbered requests, which all clients share."""
 
     def __init__(self, make: Callable[[int], Ask]) -> None:
         self._make = make
@@ -77,7 +75,7 @@ class Workload:
 
 
 def embeddings(model: str, inputs: Sequence[str]) -> Ask:
-    """Make a request for vectors, in base64 as OpenAI's SDKs request them."""
+    """Request vectors, in base64 as OpenAI's SDKs do."""
     body = {"model": model, "input": list(inputs), "encoding_format": "base64"}
 
     def count_vectors(answer: Any) -> int:
@@ -90,7 +88,7 @@ def embeddings(model: str, inputs: Sequence[str]) -> Ask:
 
 
 def rerank(model: str, query: str, documents: Sequence[str]) -> Ask:
-    """Make a request to sort all documents, in Cohere's format."""
+    """Request a score for each document, in Cohere's format."""
     body = {"model": model, "query": query, "documents": list(documents)}
 
     def count_pairs(answer: Any) -> int:
@@ -105,7 +103,7 @@ def rerank(model: str, query: str, documents: Sequence[str]) -> Ask:
 
 
 def chat(model: str, prompt: str, *, max_tokens: int) -> Ask:
-    """Make a chat request with greedy sampling and a streamed answer."""
+    """Request a streamed chat answer with greedy sampling."""
     body = {
         "model": model,
         "messages": [{"role": "user", "content": prompt}],
@@ -118,7 +116,7 @@ def chat(model: str, prompt: str, *, max_tokens: int) -> Ask:
 
 
 def count_tokens(answer: Any) -> int:
-    """Return the number of tokens of a chat answer. Raises WrongAnswer if it is cut or empty."""
+    """Return the tokens of a chat answer. Raises WrongAnswer if it is cut or empty."""
     choice, tokens = answer["choices"][0], int(answer["usage"]["completion_tokens"])
     if not choice["finish_reason"]:
         raise WrongAnswer("no finish_reason")
@@ -130,14 +128,14 @@ def count_tokens(answer: Any) -> int:
 
 
 class EventReader:
-    """Splits received bytes into events, wherever the network has cut them."""
+    """Splits received bytes into events."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def feed(self, received: bytes) -> list[bytes]:
-        """Return the data of each event that is complete now. Comments are skipped."""
-        # The bytes are joined first, since even a \r\n may be cut in two.
+        """Return the data of each complete event, without comments."""
+        # A \r\n may be cut in two, so join the bytes first.
         *whole, self._rest = (self._rest + received).replace(b"\r\n", b"\n").split(b"\n\n")
         return [event.removeprefix(b"data:").strip() for event in whole if event[:5] == b"data:"]
 
@@ -186,13 +184,12 @@ class Transcript:
             raise WrongAnswer("stream without [DONE]")
         message = {"content": self._content, "reasoning": self._reasoning}
         choice = {"message": message, "finish_reason": self._finish_reason}
-        # Some servers don't stream `usage`: then each piece counts as a token.
+        # Some servers don't stream `usage`, so each piece counts as a token.
         usage = self._usage or {"completion_tokens": self._pieces}
         return {"choices": [choice], "usage": usage}
 
 
 def name_error(error: Any) -> str:
-    """Return the name of an OpenAI error object: its code, or else its type."""
     if not isinstance(error, dict):
         return "without an error object"
     return str(error.get("code") or error.get("type") or "without a code")

@@ -1,19 +1,17 @@
 """The command line. Each command is a function of the same name.
 
 serve      runs the gateway until it is stopped
-models     check, config, init, models, pull and schema: models.yaml, and the files of its models
-recommend  models recommend: the models of the catalogue that fit a machine
-doctor     checks the machine (mlx runs in a separate process) or, with --engine, the models
+models     commands about models.yaml and its models: check, config, init, models, pull, schema
+recommend  the command `models recommend`: lists the models of the catalogue that fit a machine
+doctor     checks the machine or, with --engine, the models
 bench      measures a server
 launch     runs a tool, such as Claude Code, on a gateway; connect prints its setup
-agents     the coding agents and tools that launch and connect know, and their setups
+agents     the setups of the coding agents and tools that launch and connect know
 gateways   finds the running gateway for a tool, or starts one
 terminal   options that several commands share, and tables
 lazy       modules that are imported at their first use, such as mlx
 
-mlx is imported only by `serve`, `doctor --engine`, and `models recommend` without --memory. The
-exit status is 1 if something cannot be served, downloaded or answered, 2 for wrong usage or
-settings.
+The exit status is 2 for wrong usage or settings, and 1 for other failures.
 """
 
 import contextlib
@@ -46,7 +44,7 @@ COMMANDS: tuple[Callable[..., None], ...] = (
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a command. Invalid settings and files are reported by a message, not a traceback."""
+    """Run a command. Invalid settings and files end it with a message, not a traceback."""
     try:
         _share_blas()
         _application()(args=arguments, prog_name="mlx-gateway")
@@ -55,17 +53,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (RegistryInvalid, GatewayError) as error:
         fail(error)
     except OSError as error:
-        # tempfile's error for bad folders has the errno of a missing file: only its text differs.
+        # A bad temporary folder has the errno of a missing file: only the text differs.
         if error.errno != errno.ENOSPC and "temporary directory" not in str(error):
             raise
         fail(error)
 
 
 def _share_blas() -> None:
-    """Copy GATEWAY_BLAS from .env to the environment."""
-    # GATEWAY_BLAS is used before the settings are read, and by the processes that commands start.
+    # GATEWAY_BLAS is used before the settings are read, and by processes that commands start.
     name = variable("blas")
-    with contextlib.suppress(UnicodeDecodeError):  # an error is reported when the settings are read
+    with contextlib.suppress(UnicodeDecodeError):  # reading the settings reports the error
         text, _ = origin(name)
         if text is not None:
             os.environ[name] = text

@@ -1,8 +1,7 @@
-"""The tools that `launch` runs and `connect` prints commands for, and how each is set up.
+"""The setups of the tools that `launch` runs and `connect` prints commands for.
 
-No setup contains an API key: a tool reads its key from the environment variable that its entry
-names. To add a tool, add an entry to _TABLE, and a test that runs it
-(compat_tests/agents/test_launch.py).
+No setup contains an API key, since tools read their keys from environment variables. A tool in
+_TABLE needs a test that runs it (compat_tests/agents/test_launch.py).
 """
 
 import json
@@ -12,12 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-# The context that agents need, in tokens. Claude Code's first request has 23,500 tokens before the
+# Tokens of context that agents need. Claude Code's first request has 23,500 tokens before the
 # question (docs/agents.md).
 AGENT_CONTEXT: Final = 32_000
-SMALL_CONTEXT: Final = 16_000  # tokens; for agents whose system prompt has fewer than 6,000
+SMALL_CONTEXT: Final = 16_000  # tokens; enough for agents whose system prompt has fewer than 6,000
 FOLDER: Final = "{private folder}"  # placeholder for a path; no model's name has a space
-NO_KEY: Final = "unused"  # a key for tools that require one, if the gateway has none
+NO_KEY: Final = "unused"  # the key for tools that require one, if the gateway has none
 _OWN_KEYS: Final = frozenset({"GATEWAY_API_KEYS", "GATEWAY_ADMIN_KEY"})
 
 
@@ -28,13 +27,12 @@ class Service:
     url: str
     model: str
     small_model: str
-    context: int | None  # None: not known, which only tools without a `least_context` accept
-    folder: str = FOLDER  # the folder that a setup's files are written to
-    modalities: Sequence[str] = ("text",)  # the kinds of input that the model reads
+    context: int | None  # None if it is not known
+    folder: str = FOLDER
+    modalities: Sequence[str] = ("text",)
 
     @property
     def answer(self) -> int:
-        """Return the most tokens for an answer. The rest of the context is for the prompt."""
         return (self.context or AGENT_CONTEXT) // 4
 
 
@@ -45,23 +43,23 @@ class Setup:
     variables: Mapping[str, str | None] = field(default_factory=dict)  # None unsets a variable
     lines: Mapping[str, str] = field(default_factory=dict)  # a line put before a variable's value
     arguments: Sequence[str] = ()  # put before the user's arguments
-    files: Mapping[str, str] = field(default_factory=dict)  # text by name, in the service's folder
+    files: Mapping[str, str] = field(default_factory=dict)  # text by file name
 
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A coding agent or other program, and how it is set up to use a gateway."""
+    """A program that can use a gateway, and its setup."""
 
     command: str
     install: str
     set_up: Callable[[Service], Setup]
-    key: str = "MLX_GATEWAY_KEY"  # the variable from which the tool reads its key
+    key: str = "MLX_GATEWAY_KEY"
     least_context: int = AGENT_CONTEXT
 
     def environment(
         self, setup: Setup, key: str | None, around: Mapping[str, str]
     ) -> dict[str, str]:
-        """Return the environment that the tool runs in. The gateway's own keys are left out."""
+        """Return the environment that the tool runs in, without the gateway's own keys."""
         outer = {name: value for name, value in around.items() if name.upper() not in _OWN_KEYS}
         variables = {**outer, **setup.variables, self.key: key or NO_KEY}
         for name, line in setup.lines.items():
@@ -69,11 +67,11 @@ class Tool:
         return {name: value for name, value in variables.items() if value is not None}
 
     def shell_lines(self, setup: Setup, key: str) -> list[str]:
-        """Return shell commands that set the tool up as `launch` does. `key` is the API key, or a
-        word that the shell expands to it.
+        """Return shell commands that set the tool up. `key` is the API key, or a word that the
+        shell expands to it.
         """
         folder = f"MLX_GATEWAY_{self.command.upper()}"
-        expanded = f"'\"${folder}\"'"  # words with FOLDER are in single quotes
+        expanded = f"'\"${folder}\"'"  # FOLDER is inside single quotes
         lines = [f'{folder}="$(mktemp -d)"'] if setup.files else []
         for name, text in setup.files.items():
             lines.append(f"printf '%s\\n' {shlex.quote(text)} > \"${folder}/{name}\"")
@@ -92,13 +90,12 @@ class Tool:
 
 
 def _claude(service: Service) -> Setup:
-    # A session repeats its images in all later requests. Without this header, those are refused.
+    # Requests repeat a session's images, and would be refused without this header.
     headers = {"ANTHROPIC_CUSTOM_HEADERS": "x-gateway-leave-out-images: true"}
     return Setup(
         lines={} if "image" in service.modalities else headers,
         variables={
             "ANTHROPIC_BASE_URL": service.url,
-            # All model names that Claude Code uses are mapped to models of the gateway.
             "ANTHROPIC_MODEL": service.model,
             "ANTHROPIC_DEFAULT_OPUS_MODEL": service.model,
             "ANTHROPIC_DEFAULT_SONNET_MODEL": service.model,
@@ -115,7 +112,6 @@ def _claude(service: Service) -> Setup:
 
 
 def _codex(service: Service) -> Setup:
-    # Options of the command line override ~/.codex/config.toml; the rest of that file stays.
     options: dict[str, Any] = {
         "model": service.model,
         "model_provider": "mlx-gateway",
@@ -149,8 +145,8 @@ command apply_patch with one argument, a patch (`*** Add File: path`, `*** Delet
 
 
 def _codex_model(service: Service) -> dict[str, Any]:
-    # Codex assumes that an unknown model reads images. All these fields are required, even the
-    # instructions. The values are those that Codex 0.171 uses for unknown models.
+    # Codex assumes that an unknown model reads images, and requires all these fields. The values
+    # are those that Codex 0.171 uses for unknown models.
     return {
         **dict.fromkeys(("slug", "display_name"), service.model),
         **dict.fromkeys(("supported_in_api", "supports_parallel_tool_calls"), True),
@@ -193,7 +189,7 @@ def _llm(service: Service) -> Setup:
     }
     names = (service.model, service.small_model)
     models = [{"model_id": name, "model_name": name, **about} for name in names]
-    # llm reads models from a file in its user folder, which also has its keys and logs.
+    # llm reads models from its user folder, which also has the user's keys and logs.
     return Setup(
         {"LLM_MODEL": service.model, "LLM_USER_PATH": service.folder},
         files={"extra-openai-models.yaml": json.dumps(models)},  # JSON is YAML
@@ -218,7 +214,7 @@ def _copilot(service: Service) -> Setup:
 
 
 def _qwen(service: Service) -> Setup:
-    # Qwen Code 0.24.4 lets the system's settings override those of the user and of the project.
+    # Qwen Code 0.24.4 lets system settings override those of the user and of the project.
     model = {"id": service.model, "baseUrl": f"{service.url}/v1", "envKey": "MLX_GATEWAY_KEY"}
     tokens = {"max_tokens": service.answer}
     limits = {"contextWindowSize": service.context, "samplingParams": tokens}
@@ -232,7 +228,7 @@ def _qwen(service: Service) -> Setup:
 
 
 def _pi(service: Service) -> Setup:
-    # Pi is set up by an extension, since Pi reads models.json only beside the user's sessions.
+    # Pi reads models.json only beside the user's sessions, so an extension sets it up.
     model: dict[str, Any] = {"id": service.model, "name": service.model, "reasoning": False}
     model |= {"contextWindow": service.context, "maxTokens": service.answer, "input": ["text"]}
     model["cost"] = dict.fromkeys(("input", "output", "cacheRead", "cacheWrite"), 0)
@@ -284,7 +280,7 @@ def _aider(service: Service) -> Setup:
 
 
 _TABLE: Final = (
-    # Claude Code asks for approval of a key in the environment, but not of a token.
+    # Claude Code asks the user to approve a key in the environment, but not a token.
     Tool("claude", "npm install -g @anthropic-ai/claude-code", _claude, "ANTHROPIC_AUTH_TOKEN"),
     Tool("codex", "npm install -g @openai/codex", _codex),
     Tool("opencode", "npm install -g opencode-ai", _opencode),
@@ -300,12 +296,12 @@ TOOLS: Final[Mapping[str, Tool]] = {tool.command: tool for tool in _TABLE}
 
 
 class NoModel(Exception):
-    """Raised if no model, or not the requested one, can be used. Its message says how to go on."""
+    """Raised if no usable model is found. The message has commands to run next."""
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """A name under which the model `id` is served. The context is None if it is not known."""
+    """A name under which the model `id` is served."""
 
     name: str
     id: str
@@ -313,7 +309,7 @@ class Offer:
     context: int | None = None
     modalities: Sequence[str] = ("text",)
     lack: str = "it is not on disk, so its context is not known"  # why `context` is None
-    can_pull: bool = True  # whether `mlx-gateway pull` may download its files
+    can_pull: bool = True
 
 
 def choose(
@@ -321,7 +317,7 @@ def choose(
 ) -> Offer:
     """Return the offer named `wanted` or, without a name, the first one that suits the tool.
 
-    Raises NoModel, with commands to run next. `file` is the models file for these commands.
+    Raises NoModel. `file` is the models file in the message's commands.
     """
     chats = [offer for offer in offers if offer.kind == "chat"]
     candidates = [offer for offer in chats if wanted in (None, offer.name)]
@@ -341,9 +337,6 @@ def choose(
 
 
 def _commands(offers: Sequence[Offer], tool: Tool, file: Path | None) -> list[str]:
-    """Return commands that run the tool with the first model that suits it, or may suit it once
-    downloaded.
-    """
     option = "" if file is None else f" --models {shlex.quote(str(file))}"
     for offer in offers:
         launch = f"  mlx-gateway launch {tool.command}{option} --model {shlex.quote(offer.name)}"
@@ -356,7 +349,6 @@ def _commands(offers: Sequence[Offer], tool: Tool, file: Path | None) -> list[st
 
 
 def _problem(offer: Offer, tool: Tool) -> str | None:
-    """Return why a tool cannot use a chat model; None if it can."""
     if not tool.least_context:
         return None
     if offer.context is None:

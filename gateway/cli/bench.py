@@ -1,4 +1,4 @@
-"""`mlx-gateway bench`: measures a server's speed with one, several and many clients at once."""
+"""`mlx-gateway bench`: measures a server's speed with different numbers of clients."""
 
 import asyncio
 import json
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from gateway.bench.figures import Figures, Spread
     from gateway.bench.load import Peer
 
-    Measured = list[tuple[int, Figures]]  # pairs of a number of clients and its figures
+    Measured = list[tuple[int, Figures]]
 
 NO_CLIENT = "mlx-gateway bench needs aiohttp, of the extra `bench`: pip install aiohttp"
 KEYS = ["GATEWAY_BENCH_API_KEY", "OPENAI_API_KEY"]
@@ -59,7 +59,7 @@ def bench(
     if find_spec("aiohttp") is None:
         fail(NO_CLIENT)
     clients = _numbers(concurrency, "--concurrency")
-    # Each run has new texts by default: a server may have cached those of the last run.
+    # A server may have cached the texts of the last run.
     if seed is None:
         seed = time.time_ns() % 2**32
     documents = Texts(seed, _numbers(words, "--words"))
@@ -82,7 +82,6 @@ def bench(
 def _maker(
     kind: Kind, model: str, documents: Texts, prompts: Texts, length: int | None, max_tokens: int
 ) -> Callable[[int], Ask]:
-    """Return a function that makes the request with a given number."""
     match kind:
         case Kind.EMBEDDINGS:
             return lambda number: embeddings(model, documents.part(number, length or 1))
@@ -104,10 +103,9 @@ def _numbers(given: str, option: str) -> list[int]:
 async def _measure(
     peer: "Peer", workload: Workload, clients: list[int], warmup_s: float, duration_s: float
 ) -> "Measured":
-    """Measure each number of clients, one after another."""
     measured = []
     async with peer:
-        # The first request may load the model, so it is not measured.
+        # The first request may load the model.
         first = await peer.ask(workload.next())
         if first.error is not None:
             fail(f"The first request failed: {first.error}.")
@@ -139,9 +137,6 @@ def _milliseconds(spread: "Spread | None", *names: str) -> list[str]:
 
 
 def describe_problems(measured: "Measured") -> Iterator[str]:
-    """Yield the lines below the table: how often each error came, and which numbers of clients had
-    no result.
-    """
     for clients, figures in measured:
         for name, number in sorted(figures.errors.items()):
             yield f"{clients} clients: {number} × {name}"

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from gateway.app.engines import MlxEngines
     from gateway.engine.hub import Hub
 
-_PROBE_S = 120  # seconds for a cold import of mlx from a slow disk
+_PROBE_S = 120  # seconds to import mlx from a slow disk
 
 
 def doctor(
@@ -109,14 +109,14 @@ def _check_engine(settings: Settings, names: Sequence[str]) -> Report:
         return Report({}, [Finding("device", "fail", f"mlx does not work: {error}.")], absent)
     logs.configure("error", settings.log_format)
     faulthandler.enable()  # prints a traceback if mlx crashes later
-    # The output of libraries doesn't belong in the report.
+    # Libraries may print to stdout, where the report belongs.
     with redirect_stdout(sys.stderr), _show_stages() as on_stage:
         report = asyncio.run(lazy.trial.check_models(present, settings, on_stage))
     return replace(report, models=[*report.models, *absent])
 
 
 def choose(specs: Iterable[ModelSpec], is_here: Callable[[ModelSpec], bool]) -> list[ModelSpec]:
-    """Choose a model of each kind: one that is a package, else one on disk, else the first."""
+    """Choose a model of each kind: a package, else one on disk, else the first."""
     first: dict[str, ModelSpec] = {}
     # An adapter cannot be checked without its base model.
     whole = [spec for spec in specs if not isinstance(spec, ChatSpec) or spec.base is None]
@@ -126,8 +126,6 @@ def choose(specs: Iterable[ModelSpec], is_here: Callable[[ModelSpec], bool]) -> 
 
 
 def check_model_files(spec: ModelSpec, settings: Settings) -> Finding | None:
-    """Return why a model cannot be checked, with the remedy; None if its files are on disk."""
-    # An adapter only runs together with its base model.
     if isinstance(spec, ChatSpec) and spec.base is not None:
         command = f"mlx-gateway doctor --engine --model {spec.base}"
         return Finding("files", "skip", f"an adapter is tested by its base. Run: {command}")
@@ -143,7 +141,6 @@ def check_model_files(spec: ModelSpec, settings: Settings) -> Finding | None:
 
 @contextmanager
 def _show_stages() -> Iterator[Callable[[str, str], None]]:
-    """Show the current stage on a terminal. Yield the function to call with a model and a stage."""
     with lazy.Console(stderr=True).status("…") as status:
         yield lambda model, stage: status.update(f"{model}: {stage}")
 
@@ -204,33 +201,31 @@ def _check_models(
 
 
 class MlxBroken(Exception):
-    """Raised if mlx does not work here. The message is mlx's error, or how the process ended."""
+    """Raised if mlx does not work here. The message gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Facts about the machine and the models, from a process that imports mlx."""
+    """Facts about the machine and its models, from a process that imports mlx."""
 
     device: str
-    # The bytes that all models together may hold.
     limit_bytes: int
-    # The bytes that each model would hold, or the error about its files; None if it has none here.
+    # The bytes that each model would hold, or an error; None if the model is not on disk.
     sizes: Mapping[str, int | str | None]
-    # The most tokens of a prompt that fit into each model's prefix cache; None if unknown.
+    # Tokens of a prompt that fit into each model's prefix cache; None if unknown.
     kept: Mapping[str, int | None]
-    # The context of each model on disk, in tokens; None if its files do not say.
+    # The context of each model on disk, in tokens; None if unknown.
     contexts: Mapping[str, int | None]
     # The library that multiplies matrices on a CPU, and advice if it is slow.
     blas: str
     blas_hint: str | None
-    # The speed at which the device multiplies matrices.
     gflops: float
-    # The folder of each kind of content. A folder may not exist yet.
+    # The folder of each kind of content, which may not exist yet.
     folders: Mapping[str, str]
 
 
 def run_probe(models: Path) -> Probe:
-    """Run `probe` in a separate process. Raises MlxBroken if that fails."""
+    """Run `probe` in a separate process. Raises MlxBroken."""
     command = [sys.executable, "-c", f"from {__name__} import probe; probe()", str(models)]
     try:
         done = subprocess.run(
@@ -246,9 +241,7 @@ def run_probe(models: Path) -> Probe:
 
 
 def probe() -> None:
-    """Compute something on the device, and print a Probe as JSON. The models file is the only
-    argument of the process.
-    """
+    """Compute something on the device, and print a Probe as JSON."""
     from huggingface_hub import constants
 
     from gateway.app.self_tests import verdict_store
@@ -287,9 +280,6 @@ def probe() -> None:
 
 
 def _size(spec: ModelSpec, engines: "MlxEngines", hub: "Hub") -> int | str | None:
-    """Return the bytes that a model would hold, or the error about its files; None if there are no
-    files on disk.
-    """
     try:
         folder = lazy.hub.on_disk(spec, hub)
         if folder is None:

@@ -1,4 +1,4 @@
-"""Finds a gateway for a tool: the one that runs at the settings' address, or else a new one."""
+"""Finds a gateway for a tool: the one at the settings' address, or else a new one."""
 
 import contextlib
 import json
@@ -26,12 +26,12 @@ from gateway.errors import GatewayError
 from gateway.registry import Catalog, ChatSpec, HubSource, ModelSpec
 from gateway.settings import Settings, with_port
 
-ASK_S = 5  # seconds for an answer that needs no model
+ASK_S = 5
 POLL_S = 0.1
-STOP_S = 15  # seconds after the drain until a gateway that does not end is killed
-LAST_LINES = 5  # how many lines of a gateway's log are shown if it has ended
+STOP_S = 15  # seconds after the drain until a gateway is killed
+LAST_LINES = 5
 
-# No proxy is used: the environment's proxy would get even the requests to this machine.
+# A proxy would get even requests to this machine, so none is used.
 _DIRECTLY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
@@ -40,7 +40,6 @@ class NoGateway(Exception):
 
 
 def first_key(settings: Settings) -> str | None:
-    """Return the first of the keys that a gateway with these settings accepts, if it has any."""
     return settings.api_keys[0].get_secret_value() if settings.api_keys else None
 
 
@@ -56,7 +55,7 @@ def address(settings: Settings) -> str | None:
 
 
 def find(settings: Settings) -> str | None:
-    """Return the URL at which a gateway answers, ready or not; None if there is none."""
+    """Return the URL of a running gateway, ready or not; None if there is none."""
     url = address(settings)
     if url is not None:
         _, answer = _ask(url, "/")
@@ -66,7 +65,7 @@ def find(settings: Settings) -> str | None:
 
 
 def list_offers(url: str, settings: Settings, catalog: Catalog) -> list[Offer]:
-    """Return the models that a running gateway offers. Raises NoGateway if it lists none."""
+    """Return a running gateway's models. Raises NoGateway if it lists none."""
     status, answer = _ask(url, "/v1/models", first_key(settings))
     if status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
         raise NoGateway(f"{url} refuses us ({status}). Set GATEWAY_API_KEYS to one of its keys.")
@@ -83,10 +82,9 @@ def list_offers(url: str, settings: Settings, catalog: Catalog) -> list[Offer]:
 
 
 def catalog_offers(catalog: Catalog, settings: Settings) -> list[Offer]:
-    """Return the models that a gateway with this catalog would offer."""
     hub, offers = lazy.hub_of(settings, may_download=False), []
     for name, spec in ((model.name, model.spec) for model in catalog):
-        # Tools use only chat models, and reading the files of other models would import mlx.
+        # Reading other models' files would import mlx, and tools use only chat models.
         inputs = lazy.inputs.read_inputs(spec, hub) if isinstance(spec, ChatSpec) else None
         context = None if inputs is None else inputs.max_tokens
         offer = Offer(name, spec.id, spec.kind, context, spec.input_modalities)
@@ -95,10 +93,9 @@ def catalog_offers(catalog: Catalog, settings: Settings) -> list[Offer]:
 
 
 def _explain(offer: Offer, spec: ModelSpec | None, *, is_here: bool) -> Offer:
-    """Return an offer with `lack`: the reason that is shown if the model's context is not known.
-    `is_here`: the model's files are on the gateway's disk.
+    """Return an offer with the reason to show if the model's context is not known.
 
-    `spec` is None for a model that a running gateway has and these settings do not.
+    `spec` is None for a model that only the running gateway has.
     """
     if is_here:
         lack = "its files state no context (set `max_context:`), or cannot be read"
@@ -111,7 +108,7 @@ def _explain(offer: Offer, spec: ModelSpec | None, *, is_here: bool) -> Offer:
 
 
 def kept_tokens(model: str, catalog: Catalog, settings: Settings) -> int | None:
-    """Return about how many tokens of a prompt a model's prefix cache holds; None if unknown."""
+    """Estimate the tokens of a prompt that fit into a model's prefix cache; None if unknown."""
     spec = catalog.by_id(model)
     if not isinstance(spec, ChatSpec):
         return None
@@ -135,7 +132,7 @@ def wait_ready(url: str) -> None:
 
 
 class Started:
-    """A gateway in a separate process, which logs to a file in `folder`."""
+    """A gateway in a separate process, which logs to a file."""
 
     def __init__(self, settings: Settings, folder: Path) -> None:
         self.url = ""
@@ -145,7 +142,7 @@ class Started:
         command += ["--models", str(file)] if file else []
         command += settings.serve
         with self._log.open("wb") as output:
-            # Ctrl-C in the terminal must only reach the tool, so the gateway has its own session.
+            # Ctrl-C must only reach the tool, so the gateway has a separate session.
             self._process = subprocess.Popen(
                 command,
                 env=os.environ | _ALONE,
@@ -156,7 +153,6 @@ class Started:
             )
 
     def wait_ready(self) -> None:
-        """Wait until the gateway has preloaded its models. Raises NoGateway if it ends first."""
         while not self.url or _ask(self.url, "/ready")[0] != HTTPStatus.OK:
             self.require_alive()
             match = re.search(r'"url":"([^"]+)"', self._log.read_text(errors="replace"))
@@ -165,14 +161,13 @@ class Started:
             time.sleep(POLL_S)
 
     def require_alive(self) -> None:
-        """Raise NoGateway, with the last lines of the gateway's log, if the gateway has ended."""
+        """Raise NoGateway if the gateway has ended."""
         status = self._process.poll()
         if status is not None:
             lines = self._log.read_text(errors="replace").splitlines()[-LAST_LINES:]
             raise NoGateway("\n".join((f"The gateway ended with status {status}.", *lines)))
 
     def stop(self) -> None:
-        """Drain and stop the gateway. Kill it if that takes too long."""
         self._process.terminate()
         try:
             self._process.wait(self._drain_s + STOP_S)
@@ -193,14 +188,14 @@ def started(
     settings: Settings,
     deferred: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
 ) -> Iterator[Started]:
-    """Start a gateway on a free port of this machine, and stop it when the context ends."""
+    """Start a gateway on a free port of this machine, and stop it at exit."""
     if settings.tls_cert:
         raise NoGateway(
             f"No gateway answers at {address(settings)}, and clients would not trust a new one "
             "with this certificate. Run `mlx-gateway serve` at the certificate's address."
         )
     with contextlib.ExitStack() as stack:
-        # Signals are deferred: an exception here would leave the process or the folder behind.
+        # Defer signals: an exception here would leave the process or the folder behind.
         with deferred():
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mlx-gateway-"))
             gateway = Started(settings, Path(folder))
@@ -210,7 +205,6 @@ def started(
 
 
 def _ask(url: str, path: str, key: str | None = None) -> tuple[int | None, Any]:
-    """Return the status and the JSON of an answer, each None if there is none."""
     request = urllib.request.Request(url + path)
     if key is not None:
         request.add_header("Authorization", f"Bearer {key}")

@@ -35,7 +35,7 @@ from gateway.registry import read_short_names, source_id
 from gateway.settings import Settings, load_settings, origin, variable
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-# Ctrl-C and Ctrl-\: the terminal sends them to the tool as well as to this process.
+# The terminal sends Ctrl-C and Ctrl-\ to the tool as well as to this process.
 FROM_KEYS = (signal.SIGINT, signal.SIGQUIT)
 
 ToolName: TypeAlias = Annotated[str, typer.Argument(help=f"One of {', '.join(TOOLS)}.")]
@@ -110,15 +110,15 @@ def connect(
 
 
 def _read_tool(name: str) -> Tool:
-    """Return the tool with this name. If there is none, raise BadParameter, listing all tools."""
     if name not in TOOLS:
         raise typer.BadParameter(f"{name!r} is not one of {', '.join(TOOLS)}", param_hint="TOOL")
     return TOOLS[name]
 
 
 def _find_gateway(settings: Settings, model: str | None) -> tuple[str | None, Settings, str | None]:
-    """Return the running gateway's URL (None if no gateway runs), the settings, and the id or alias
-    of the model (None if none is named). A new gateway with these settings serves that model too.
+    """Return the running gateway's URL, the settings, and the model's id or alias.
+
+    The URL is None if no gateway runs. The settings make a new gateway serve the model too.
     """
     url = find(settings)
     if model is None:
@@ -136,11 +136,6 @@ def _find_gateway(settings: Settings, model: str | None) -> tuple[str | None, Se
 def _choose_models(
     url: str | None, settings: Settings, tool: Tool, model: str | None, small_model: str | None
 ) -> Service:
-    """Choose a tool's models among those of the gateway at `url` or, if `url` is None, among those
-    that a new gateway would serve.
-
-    Raises NoModel if none suits, NoGateway if the running gateway does not list its models.
-    """
     catalog = load_served(settings)
     if url is None:
         offers = catalog_offers(catalog, settings)
@@ -158,7 +153,6 @@ def _choose_models(
 
 
 def _shown_key(settings: Settings, *, is_shown: bool) -> str:
-    """Return the shell's word for the API key: its variable or, if `is_shown`, the key itself."""
     key, name = first_key(settings), variable("api_keys")
     if key is None or is_shown:
         return shlex.quote(key or NO_KEY)
@@ -169,7 +163,7 @@ def _shown_key(settings: Settings, *, is_shown: bool) -> str:
 
 
 class Signals:
-    """Handles signals: they end this process cleanly or, once a tool runs, are passed on to it."""
+    """Handles signals: passes them on to the tool or, before it runs, ends this process."""
 
     def __init__(self) -> None:
         self.tool: subprocess.Popen[bytes] | None = None
@@ -178,7 +172,7 @@ class Signals:
 
     @contextlib.contextmanager
     def handled(self) -> Iterator[None]:
-        """Handle signals inside the context, except those that this process already ignored."""
+        """Handle signals inside the context, except those that this process ignored before."""
         before = {number: signal.getsignal(number) for number in SIGNALS}
         handled = [number for number, handler in before.items() if handler is not signal.SIG_IGN]
         for number in handled:
@@ -191,7 +185,7 @@ class Signals:
 
     @contextlib.contextmanager
     def deferred(self) -> Iterator[None]:
-        """Handle signals only at the end of the context, so that they don't interrupt its body."""
+        """Handle signals only at the end of the context, not inside it."""
         self._early = []
         try:
             yield
@@ -201,7 +195,6 @@ class Signals:
                 self._handle(number, None)
 
     def start(self, command: Sequence[str], environment: Mapping[str, str]) -> int:
-        """Run the tool and return its status. Signals are passed on to it, even while it starts."""
         with self.deferred():
             self.tool = subprocess.Popen(command, env=environment)
         return self.tool.wait()
@@ -219,7 +212,7 @@ class Signals:
 
 
 def _is_in_foreground() -> bool:
-    """Return True if this process is in the foreground: a terminal's Ctrl-C is sent to it."""
+    """Return True if the terminal's Ctrl-C is sent to this process."""
     try:
         with open("/dev/tty", "rb", buffering=0) as terminal:
             return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
@@ -229,7 +222,6 @@ def _is_in_foreground() -> bool:
 
 @contextlib.contextmanager
 def _gateway(found: str | None, settings: Settings, signals: Signals) -> Iterator[str]:
-    """Yield the URL of a gateway that is ready: the one that was found, or else a new one."""
     if found is not None:
         wait_ready(found)
         yield found
@@ -246,7 +238,6 @@ def _gateway(found: str | None, settings: Settings, signals: Signals) -> Iterato
 def _run(
     tool: Tool, command: Sequence[str], service: Service, settings: Settings, signals: Signals
 ) -> int:
-    """Run a tool until it ends, and return its status as a shell would."""
     with contextlib.ExitStack() as stack:
         with signals.deferred():
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mlx-gateway-"))

@@ -1,9 +1,6 @@
-"""Modules that need mlx or take long to import: each is imported at its first use.
+"""Imports modules that need mlx or take long to import, each at its first use.
 
-    from gateway.cli import lazy
-    lazy.hub.on_disk(...)
-
-Commands that need none of them therefore answer at once, even where mlx does not work.
+The modules are attributes, as in `lazy.hub.on_disk(...)`.
 """
 
 from importlib import import_module

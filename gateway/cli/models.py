@@ -70,7 +70,7 @@ def check(
     print(f"{what}: {len(reading.catalog)} models by {count} names, no problems")
 
 
-# A variable whose name has one of these words, or its plural (except TOKENS), is shown masked.
+# A variable is masked if its name has one of these words or plurals, except TOKENS.
 _SECRET = frozenset({"KEY", "APIKEY", "TOKEN", "SECRET", "PASSWORD", "PASS", "CREDENTIAL"})
 # The values of a model's key `token_ids`, which are not secret.
 _CHOICES = frozenset({"accept", "reject"})
@@ -92,10 +92,6 @@ def config(
 
 
 def _of_models(reading: Reading) -> Iterator[tuple[str, str, str]]:
-    """Yield the variables that are set and that models.yaml uses: those for keys of its models, and
-    those in ${…}.
-    """
-    # The settings themselves are listed by `explain`.
     for name in sorted(reading.variables & variables().keys() - VARIABLES):
         value, source = origin(name)
         if value is not None:
@@ -155,7 +151,6 @@ def models(
 
 
 def _on_disk(spec: ModelSpec, hub: "Hub") -> tuple[str, str]:
-    """Return whether a model is on disk, wholly or in part, and its size there."""
     try:
         folder = lazy.hub.on_disk(spec, hub)
     except GatewayError:
@@ -190,7 +185,6 @@ def pull(
 
 
 def fetch_preloaded(settings: Settings, catalog: Catalog) -> None:
-    """Download missing files of the models that are loaded at start. Raises GatewayError."""
     hub = lazy.hub_of(settings, may_download=settings.auto_pull)
     for preloaded in (spec for spec in catalog.specs if spec.preload):
         for spec in _needed(preloaded, settings.speculate_rows):
@@ -200,7 +194,6 @@ def fetch_preloaded(settings: Settings, catalog: Catalog) -> None:
 
 
 def _needed(spec: ModelSpec, speculate_rows: int) -> Iterator[ModelSpec]:
-    """Yield a model and the models that are loaded with it."""
     yield spec
     if isinstance(spec, ChatSpec):
         for part in (spec.base_spec, spec.draft_in_use(speculate_rows)):
@@ -209,7 +202,6 @@ def _needed(spec: ModelSpec, speculate_rows: int) -> Iterator[ModelSpec]:
 
 
 def fetch(spec: ModelSpec, hub: "Hub") -> Path:
-    """Download one model, and return its path."""
     if isinstance(spec.source, HubSource) and not lazy.hub.is_installed(spec.source):
         total = lazy.hub.ask_hub(spec, hub)
         with _progress(spec.id, total, lambda: lazy.hub.fetched_bytes(spec, hub)):
@@ -221,8 +213,7 @@ def fetch(spec: ModelSpec, hub: "Hub") -> Path:
 
 @contextmanager
 def _progress(name: str, total: int, fetched: Callable[[], int]) -> Iterator[None]:
-    """Show a progress bar on stderr, if that is a terminal."""
-    if not sys.stderr.isatty():  # in a log, each step would be a line
+    if not sys.stderr.isatty():  # each update would be a line in a log
         yield
         return
     progress = lazy.progress

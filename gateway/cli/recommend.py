@@ -1,8 +1,7 @@
-"""`mlx-gateway models recommend`: which models of the catalogue fit this machine, or another.
+"""`mlx-gateway models recommend`: lists the models of the catalogue that fit a machine.
 
-A model fits if memory has room for its weights, the KV of one sequence and the smallest prefix
-cache. The sequence is as long as the memory allows, up to the model's context. Models of unknown
-size are left out.
+Memory must have room for the weights, one sequence's KV and the smallest prefix cache. The sequence
+is as long as the memory allows, up to the model's context.
 """
 
 import re
@@ -26,32 +25,31 @@ if TYPE_CHECKING:
     from gateway.jobs.steps import KvCost
 
 GIB: Final = 1 << 30
-STEP: Final = 1024  # tokens: contexts are shortened in steps of this size
-LEAST_CONTEXT: Final = 4096  # tokens: with fewer, a model is of little use
+STEP: Final = 1024  # tokens by which contexts are shortened
+LEAST_CONTEXT: Final = 4096  # tokens; a model with fewer is of little use
 HALF: Final = 2  # bytes of a number in the KV cache
-# Metal recommends two thirds of a Mac's memory up to 32 GiB, three quarters above. Their logs show
-# 10922.67 MiB of 16 GiB, 21845.34 of 32 and 49152 of 64: https://github.com/ggml-org/llama.cpp,
-# issues 2048, 5206, 1870. Newer macOS recommends more of 128 GiB:
-# https://github.com/antirez/ds4/pull/893.
+# Metal recommends two thirds of a Mac's memory up to 32 GiB, three quarters above. Sources:
+# https://github.com/ggml-org/llama.cpp, issues 2048, 5206, 1870. Newer macOS recommends more of 128
+# GiB: https://github.com/antirez/ds4/pull/893.
 SMALL_MAC: Final = 32 * GIB
-# The bytes of weights that decoding one token reads. A single sequence gets at most the memory's
-# bandwidth ÷ these bytes in tokens a second (https://github.com/ggml-org/llama.cpp/pull/1642).
+# The bytes of weights that decoding one token reads. Memory bandwidth ÷ these bytes limits the
+# tokens a second (https://github.com/ggml-org/llama.cpp/pull/1642).
 SPEEDS: Final = ((2_000_000_000, "fast"), (8_000_000_000, "medium"))
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """The memory that a model takes, part by part, and the context that fits into it."""
+    """The memory that a model takes, and the context that fits into it."""
 
     name: str
     kind: str
     weights_bytes: int
-    context: int | None  # tokens: 0 for a model without KV, None for one that does not fit
-    is_whole: bool  # False: only a part of the model's context fits
+    context: int | None  # tokens: 0 for a model without KV, None if the model does not fit
+    is_whole: bool
     kv_bytes: int
     prefix_bytes: int
-    token_bytes: int  # bytes of weights read for each token
-    verified: str  # the reference that its family's answers were compared with
+    token_bytes: int
+    verified: str  # the reference that answers of its family were compared with
     sees: bool | None  # whether it reads images here; None if no page says so
 
     @property
@@ -64,7 +62,7 @@ class Fit:
 
 
 def kv_cost(groups: Iterable[LayersKept]) -> "KvCost":
-    """Return the cost of a sequence's KV as `measure_kv` counts it: one layer more of each kind."""
+    """Return the cost of a sequence's KV, with one extra layer of each kind, as in `measure_kv`."""
     tokens, states, windows = [0], [0], []
     for group in groups:
         width = group.latent_dim or 2 * group.kv_heads * group.head_dim
@@ -89,7 +87,6 @@ def _state_bytes(group: LayersKept) -> int:
 
 
 def fit(name: str, kind: str, facts: Facts, memory_bytes: int, settings: Settings) -> Fit | None:
-    """Return the memory that a model would take on a device; None if its size is not known."""
     if facts.weights_bytes is None:
         return None
     weights, active = facts.weights_bytes, facts.active_b or 1
@@ -119,7 +116,6 @@ def fit(name: str, kind: str, facts: Facts, memory_bytes: int, settings: Setting
 
 
 def fits(memory_bytes: int, settings: Settings) -> Iterator[Fit]:
-    """Yield the fit of each model of a known size, by kind, the largest model first."""
     known = [fit(*model, memory_bytes, settings) for model in read_facts()]
     yield from sorted(filter(None, known), key=lambda fit: (fit.kind, -fit.weights_bytes))
 
@@ -130,7 +126,7 @@ def working_set(machine_bytes: int) -> int:
 
 
 def _read_memory(text: str) -> int:
-    """Read a size such as 64GB, 64 GiB or 64. All mean GiB, since a Mac's 64 GB are 64 GiB."""
+    """Read a size such as 64GB or 64. Both mean GiB, as for a Mac's memory."""
     match = re.fullmatch(r"(\d{1,5}) *(?:GB|GiB|G)?", text.strip(), re.IGNORECASE)
     if match is None or not int(match[1]):
         raise typer.BadParameter(f"{text!r} is not a size such as 64GB", param_hint="--memory")

@@ -1,4 +1,4 @@
-"""`mlx-gateway serve`: the gateway itself, from reading the settings to the end of the drain."""
+"""`mlx-gateway serve`: runs the gateway, from reading the settings to the end of the drain."""
 
 import asyncio
 import contextlib
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 log = logs.get("serve")
 
-LAST_WORDS_S = 0.5  # seconds for clients to read the answers written before the drain's end
+LAST_WORDS_S = 0.5  # seconds for clients to read the last answers
 SHUTDOWN_S = 10  # seconds to close the models, after the drain
 ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 _CHAT = {"messages": [{"role": "user", "content": "What is the capital of France?"}]}
@@ -52,7 +52,7 @@ def serve(
     port: Port = None,
 ) -> None:
     """Serve the models of the models file, or those that are named, until Ctrl-C or SIGTERM."""
-    # SIGHUP would end the process until `run` sets a handler, so it is blocked until then.
+    # SIGHUP would end the process before `run` sets a handler.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     settings = load_settings(flags_of(models, names, discover=discover, host=host, port=port))
     require_machine(settings)
@@ -63,12 +63,12 @@ def serve(
     log.info("starting", version=__version__, models=str(settings.models_file or "named"))
     for note in (*reading.notes, *strays(reading.variables)):
         log.warning("settings_note", note=note)
-    if settings.serve:  # the start fails if a named model cannot be downloaded
+    if settings.serve:  # a named model that cannot be downloaded ends the start
         fetch_preloaded(settings, reading.catalog)
-    # Everything below needs mlx. mlx-lm is imported only to load a model: that takes a second.
+    # Everything below needs mlx.
     if lazy.device.BLAS.hint is not None:
         log.warning("slow_blas", hint=lazy.device.BLAS.hint)
-    if "MLX_RANK" in os.environ:  # mlx.launch sets it. The imports for ranks take 0.05 s.
+    if "MLX_RANK" in os.environ:  # mlx.launch sets it
         _serve_as_rank(settings, reading.catalog)
     else:
         _serve_alone(settings, reading.catalog)
@@ -80,7 +80,6 @@ def _serve_alone(settings: Settings, catalog: "Catalog") -> None:
 
 
 def _serve_as_rank(settings: Settings, catalog: "Catalog") -> None:
-    """Serve as rank 0 of the group that this process was started in, or follow that rank 0."""
     group = lazy.sharding.join_group()
     if group is None:
         _serve_alone(settings, catalog)
@@ -97,7 +96,6 @@ def _serve_as_rank(settings: Settings, catalog: "Catalog") -> None:
 
 
 def _make_tls(settings: Settings) -> "ssl.SSLContext | None":
-    """Return the TLS context of connections; None if the settings name no certificate."""
     if settings.tls_cert is None:
         return None
     config = lazy.Config()
@@ -109,17 +107,15 @@ def _make_tls(settings: Settings) -> "ssl.SSLContext | None":
 class Serving(Protocol):
     """An application that can be served: a gateway, or a router in front of several."""
 
-    asgi: Any  # an ASGI application
+    asgi: Any
     is_preloaded: asyncio.Event
 
-    def loaded(self) -> Sequence[ModelSpec]:
-        """Return the models that are loaded."""
+    def loaded(self) -> Sequence[ModelSpec]: ...
 
     async def reload(self) -> object:
-        """Read models.yaml again. If it is invalid, change nothing and raise ModelsFileInvalid."""
+        """Read models.yaml again. Raises ModelsFileInvalid, and changes nothing, on a problem."""
 
-    async def drain(self) -> None:
-        """Refuse new requests and wait for those under way."""
+    async def drain(self) -> None: ...
 
 
 async def run(gateway: Serving, settings: Settings, leader: "Leader | None" = None) -> None:
@@ -144,7 +140,7 @@ async def run(gateway: Serving, settings: Settings, leader: "Leader | None" = No
         log.info("draining")
         reloading.cancel()  # no request could use the models that it loads
         await gateway.drain()
-        # Hypercorn closes idle connections but, from Python 3.12.1 on, would wait for all others.
+        # Hypercorn closes idle connections but, since Python 3.12.1, would wait for all others.
         loop.call_later(LAST_WORDS_S, connections.Connection.crowd.abort_all)
 
     config = lazy.Config()
@@ -165,15 +161,13 @@ async def run(gateway: Serving, settings: Settings, leader: "Leader | None" = No
     except lazy.LifespanTimeoutError as error:  # a call hangs, and only an exit can end it
         log.critical("stuck", error=str(error))
         faulthandler.dump_traceback()
-        os._exit(os.EX_SOFTWARE)  # the exit status of every stall
+        os._exit(os.EX_SOFTWARE)
 
 
 async def _ready(gateway: Serving, settings: Settings, opened: Sequence[str]) -> None:
-    """Wait for the preloaded models, call `gc.freeze`, and print the greeting on a terminal."""
-    where = find_places(opened)  # read now: Hypercorn may close the sockets during the wait
+    where = find_places(opened)  # Hypercorn may close the sockets during the wait
     await gateway.is_preloaded.wait()
-    # Imported modules are never freed, so the garbage collector need not traverse their hundred
-    # thousand objects again and again in the middle of requests.
+    # Imported modules are never freed, so garbage collection need not traverse them.
     gc.collect()
     gc.freeze()
     if logs.is_console(settings.log_format):
@@ -181,7 +175,6 @@ async def _ready(gateway: Serving, settings: Settings, opened: Sequence[str]) ->
 
 
 async def _reload_at(hangup: asyncio.Event, gateway: Serving) -> None:
-    """Reload models.yaml at each SIGHUP."""
     while True:
         await hangup.wait()
         hangup.clear()
@@ -189,14 +182,13 @@ async def _reload_at(hangup: asyncio.Event, gateway: Serving) -> None:
             await gateway.reload()
         except GatewayError:  # the gateway has logged it
             pass
-        except Exception:  # the loop goes on, to handle later SIGHUPs
+        except Exception:  # the loop must handle later SIGHUPs
             log.exception("reload_failed")
 
 
 def _stop(stop: asyncio.Event, signals: list[None]) -> None:
     """Start the drain at the first signal; exit at once at the second."""
-    # `stop` may be set before the first signal: Ctrl-C goes to all ranks, and another rank may have
-    # asked for the drain already.
+    # `stop` may be set by another rank's request, so it does not show a second signal.
     if signals:
         os._exit(1)
     signals.append(None)
@@ -222,7 +214,6 @@ def listen(binds: Sequence[str], *, scheme: str) -> Iterator[list[str]]:
 
 
 def _tcp_listener(bind: str, scheme: str) -> socket.socket:
-    """Listen on a host and port. Log the URL, which has the port that the system picks for 0."""
     host, _, port = bind.rpartition(":")
     host = host.strip("[]")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -241,7 +232,7 @@ def _unix_listener(path: Path) -> Iterator[socket.socket]:
     """Listen on a path, and remove its file at exit unless another process has replaced it."""
     listener = socket.socket(socket.AF_UNIX)
     try:
-        if path.is_socket() and not _is_answered(path):  # a process that has ended left it behind
+        if path.is_socket() and not _is_answered(path):  # an ended process left it behind
             path.unlink()
         listener.bind(str(path))
         listener.listen(lazy.connections.BACKLOG)
@@ -259,7 +250,6 @@ def _unix_listener(path: Path) -> Iterator[socket.socket]:
 
 
 def _is_answered(path: Path) -> bool:
-    """Return True if a process listens on a socket's path."""
     with socket.socket(socket.AF_UNIX) as client:
         client.setblocking(False)  # a full backlog counts as answered
         try:
@@ -280,8 +270,6 @@ class Place:
 
 
 def find_places(opened: Sequence[str]) -> list[Place]:
-    """Return the addresses behind Hypercorn's binds, those with a port first."""
-    # The address of a bind `fd://` is read from its socket.
     places = [_place(int(bind.removeprefix("fd://"))) for bind in opened if bind[:5] == "fd://"]
     return sorted(filter(None, places), key=lambda each: each.port is None)
 
@@ -297,7 +285,6 @@ def _place(descriptor: int) -> Place | None:
 
 
 def write_greeting(places: Sequence[Place], models: Sequence[ModelSpec], settings: Settings) -> str:
-    """Return the greeting: the gateway's address, and a command that queries a loaded model."""
     if not places:
         return "mlx-gateway is ready."
     place, scheme = places[0], settings.scheme
@@ -311,7 +298,7 @@ def write_greeting(places: Sequence[Place], models: Sequence[ModelSpec], setting
     ready = f"mlx-gateway is ready on {where}"
     if not models:
         return f"{ready} (Ctrl-C stops it). No model is loaded yet."
-    spec = min(models, key=lambda spec: not isinstance(spec, ChatSpec))  # a chat model, if any
+    spec = min(models, key=lambda spec: not isinstance(spec, ChatSpec))
     if settings.tls_cert:
         options.append("--insecure")  # few certificates are valid for this address
     if settings.api_keys:
@@ -325,7 +312,7 @@ def write_greeting(places: Sequence[Place], models: Sequence[ModelSpec], setting
 
 
 def _host_header(host: str, settings: Settings) -> list[str]:
-    # A gateway without keys accepts only its own names in the header Host: a defence against web
+    # A gateway without keys accepts only known names in the header Host, as a defence against web
     # pages.
     is_known = settings.api_keys or {host, "*"} & set(settings.allowed_hosts)
     if is_known or ipaddress.ip_address(host).is_loopback:

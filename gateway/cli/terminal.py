@@ -1,4 +1,4 @@
-"""Parts that several commands share: options, tables, and failing with a message."""
+"""Options that several commands share, and output: tables and messages."""
 
 import sys
 from collections.abc import Iterable, Sequence
@@ -39,7 +39,6 @@ Port: TypeAlias = Annotated[
 def flags_of(
     models: Path | None, names: list[str] | None, *, discover: bool, **others: object
 ) -> dict[str, object]:
-    """Return the settings that these options set. None stands for an option that is not given."""
     places = ("huggingface", "lmstudio") if discover else None
     return {"models": models, "serve": names or None, "discover": places, **others}
 
@@ -48,15 +47,13 @@ class Command(TyperCommand):
     """A command whose help shows `--json`, not `--json <bool>`."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """Return the parameters. Flags are shown without a type."""
         return _without_types(super().get_params(ctx))
 
 
 class Group(TyperGroup):
-    """A command with subcommands, whose help shows `--json`, not `--json <bool>`."""
+    """A group of commands, whose flags are shown without a type."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """Return the parameters. Flags are shown without a type."""
         return _without_types(super().get_params(ctx))
 
 
@@ -66,13 +63,11 @@ class Listing(Group):
     _takes_names = True
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the arguments. A subcommand parses those that follow it."""
         self._takes_names = not args or args[0] not in self.commands
         ctx.allow_interspersed_args = self._takes_names  # options may follow names
         return super().parse_args(ctx, args)
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """Return the parameters: only the options if the arguments begin with a subcommand."""
         params = super().get_params(ctx)
         return [param for param in params if self._takes_names or isinstance(param, TyperOption)]
 
@@ -85,7 +80,7 @@ def _without_types(params: list[Any]) -> list[Any]:
 
 
 def show(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print a table on a terminal; elsewhere, a tab-separated line for each row, no heading."""
+    """Print a table on a terminal, or else tab-separated lines without a heading."""
     if not sys.stdout.isatty():
         for row in rows:
             print("\t".join(row))
@@ -98,6 +93,5 @@ def show(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
 
 
 def fail(error: object, status: int = 1) -> NoReturn:
-    """End the command with a message instead of a traceback."""
     print(error, file=sys.stderr)
     raise SystemExit(status)

@@ -1,6 +1,6 @@
-"""The checks of `mlx-gateway doctor`: can this machine serve, and is the engine correct on it?
+"""The checks of `mlx-gateway doctor`.
 
-machine  checks of ports, folders, memory and packages, each a finding with advice
-trial    loads each model as the gateway does, tests it and times it; imports mlx
+machine  checks ports, folders, memory and packages
+trial    loads, tests and times each model as the gateway would; imports mlx
 report   the findings as a table, and as JSON without paths of this machine
 """

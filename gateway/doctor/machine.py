@@ -1,4 +1,4 @@
-"""The checks of a machine. A check turns facts into a finding with advice, and imports no mlx."""
+"""The checks of a machine, which turn facts into findings with advice."""
 
 import errno
 import os
@@ -14,24 +14,23 @@ from gateway.logs import human_bytes
 from gateway.settings import Settings, SettingsInvalid
 
 COMPILED: Final = "compiled code"
-LEAST_FREE_BYTES: Final = 16 << 20  # with less room on the disk, even mlx's compiler fails
+LEAST_FREE_BYTES: Final = 16 << 20  # with less, even mlx's compiler fails
 
 
 def machine_problems(settings: Settings) -> list[str]:
-    """Return the problems that these settings have on this machine."""
     problems = []
     if settings.tls_cert is not None and settings.tls_key is not None:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        try:  # the password is a dummy: without one, OpenSSL would ask for it on the terminal
+        try:  # without a password, OpenSSL would ask for one on the terminal
             context.load_cert_chain(settings.tls_cert, settings.tls_key, password="")
-        except OSError as error:  # SSLError is an OSError
+        except OSError as error:
             files = f"GATEWAY_TLS_CERT={settings.tls_cert} and GATEWAY_TLS_KEY={settings.tls_key}"
             problems.append(
                 f"{files}: should be a certificate chain and its key, in PEM and without a "
                 f"password ({error.strerror or error})"
             )
     if settings.device == "gpu":
-        from gateway.engine.device import choose_device  # imports mlx, which may not work here
+        from gateway.engine.device import choose_device  # mlx may not work here
 
         try:
             choose_device(settings.device)
@@ -41,13 +40,11 @@ def machine_problems(settings: Settings) -> list[str]:
 
 
 def require_machine(settings: Settings) -> None:
-    """Raise SettingsInvalid if these settings have problems on this machine."""
     if problems := machine_problems(settings):
         raise SettingsInvalid(problems)
 
 
 def check_blas(device: str, described: str, gflops: float, hint: str | None) -> Finding:
-    """Check which library multiplies matrices on the CPU, and how fast."""
     if device != "cpu":
         return Finding("blas", "ok", f"not needed on {device}.")
     if hint:
@@ -56,7 +53,6 @@ def check_blas(device: str, described: str, gflops: float, hint: str | None) -> 
 
 
 def check_compiler(device: str, found: str | None) -> Finding:
-    """Check that g++ is installed."""
     # mx.compile silently fuses nothing on a CPU without g++.
     if device != "cpu" or found:
         return Finding("compiler", "ok", found or f"not needed on {device}.")
@@ -65,10 +61,9 @@ def check_compiler(device: str, found: str | None) -> Finding:
 
 
 def check_packages(installed: Iterable[str]) -> Finding:
-    """Check that one build of MLX is installed."""
     builds = sorted(name for name in installed if name.startswith(("mlx-cpu", "mlx-cuda")))
     if len(builds) > 1:
-        # Builds overwrite each other's files, so uninstalling one also removes files of the others.
+        # Builds overwrite each other's files, so uninstalling one breaks the others.
         message = (
             f"{' and '.join(builds)} are both installed. Uninstall all of them, then install one: "
             f"`pip uninstall {' '.join(builds)}`; `make setup-cuda` does both."
@@ -78,7 +73,6 @@ def check_packages(installed: Iterable[str]) -> Finding:
 
 
 def check_memory(limit_bytes: int, sizes: Mapping[str, int]) -> Finding:
-    """Check that the largest model fits in the memory that models may hold."""
     name = max(sizes, key=lambda each: sizes[each], default=None)
     may = f"models may hold {human_bytes(limit_bytes)}"
     if name is None or sizes[name] <= limit_bytes:
@@ -88,7 +82,6 @@ def check_memory(limit_bytes: int, sizes: Mapping[str, int]) -> Finding:
 
 
 def check_contexts(contexts: Mapping[str, int | None]) -> Finding:
-    """Report the context of each model on disk, in tokens."""
     unknown = [name for name, tokens in contexts.items() if tokens is None]
     if unknown:
         message = "their files state no context (set `max_context:`), or cannot be read"
@@ -98,7 +91,6 @@ def check_contexts(contexts: Mapping[str, int | None]) -> Finding:
 
 
 def check_kept(kept: Mapping[str, int], needed: int) -> Finding:
-    """Check that the prefix cache of each model can hold an agent's whole first prompt."""
     few = [f"{name} {tokens:,}" for name, tokens in kept.items() if tokens < needed]
     if not few:
         return Finding("prefixes", "ok", f"each keeps {needed:,} tokens of a prompt.")
@@ -110,7 +102,6 @@ def check_kept(kept: Mapping[str, int], needed: int) -> Finding:
 
 
 def check_hub(missing: Sequence[str], *, may_download: bool, refusal: str | None) -> Finding:
-    """Check that missing models can be downloaded; `refusal` is the hub's error for the first."""
     if not missing:
         return Finding("hub", "ok", "there is nothing to download.")
     first = missing[0]
@@ -126,7 +117,6 @@ def check_hub(missing: Sequence[str], *, may_download: bool, refusal: str | None
 
 
 def check_port(bind: str) -> Finding:
-    """Check that the gateway can listen on a bind, by listening on it for a moment."""
     if bind.startswith("fd://"):
         return Finding("port", "ok", f"{bind} is inherited.")
     if bind.startswith("unix:"):
@@ -144,7 +134,6 @@ def check_port(bind: str) -> Finding:
 
 
 def bind_problem(bind: str, error: OSError) -> str:
-    """Return the reason why nothing can listen on a bind, and advice."""
     reason = (error.strerror or str(error)).partition(" (")[0]  # asyncio adds the address in (…)
     is_path = bind.startswith("unix:")
     match error.errno:
@@ -161,7 +150,6 @@ def bind_problem(bind: str, error: OSError) -> str:
 
 
 def check_folder(content: str, folder: Path) -> Finding:
-    """Check that a folder is writable and has room, and that compiled code in it is safe."""
     there = next(each for each in (folder, *folder.absolute().parents) if os.path.isdir(each))
     free = shutil.disk_usage(there).free
     found = f"{human_bytes(free)} free for {content} in {folder}."
@@ -169,7 +157,7 @@ def check_folder(content: str, folder: Path) -> Finding:
         return Finding("disk", "warn", f"{folder} cannot be written to, for {content}.")
     if free < LEAST_FREE_BYTES:
         return Finding("disk", "fail", f"{found} Make room there.")
-    # mlx compiles in the temporary folder unless the user has a cache of their own.
+    # mlx compiles in the temporary folder unless the user has a cache folder.
     may_run = not os.statvfs(there).f_flag & getattr(os, "ST_NOEXEC", 0)
     if content == COMPILED and (there.stat().st_mode & 0o002 or not may_run):
         problem = "Others may write programs there" if may_run else "Nothing may run there"
@@ -178,8 +166,7 @@ def check_folder(content: str, folder: Path) -> Finding:
 
 
 def check_files(limit: int) -> Finding:
-    """Check the limit on open files."""
-    if limit < 1024:  # each connection is an open file
+    if limit < 1024:
         message = f"{limit} files may be open, and each client needs one. Run `ulimit -n 4096`."
         return Finding("files", "warn", message)
     return Finding("files", "ok", f"{limit} may be open.")

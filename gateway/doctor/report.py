@@ -1,6 +1,6 @@
-"""The findings on a machine and its models: a table's rows, and JSON for a bug report.
+"""The findings on a machine and its models, as a table and as JSON.
 
-A report contains versions, the system and the device, but no paths and no host name.
+A report contains no paths of this machine, and no host name.
 """
 
 import json
@@ -29,7 +29,7 @@ PACKAGES: Final = (
     *("mlx", "mlx-metal", "mlx-cpu", "mlx-cuda-12", "mlx-cuda-13", "mlx-lm", "outlines"),
     *("outlines-core", "llguidance", "tokenizers", "transformers", "numpy", "scipy-openblas32"),
 )
-# An absolute path, up to its end or the next word. Parts of a URL or of "tokens/s" don't match.
+# An absolute path, up to its end or the next word. URLs and "tokens/s" do not match.
 _REST: Final = r"""[^\s'"`,;:()<>\[\]]*"""
 _ABSOLUTE: Final = rf"(?<![\w.~/…])~?/(?!/){_REST}"
 
@@ -39,14 +39,13 @@ class Finding:
     """The result of a check, in words and in numbers."""
 
     check: str
-    # fail: something is wrong. warn: it could be better. skip: the check was not run.
+    # "fail" is wrong, "warn" could be better, and "skip" was not run.
     state: State
     message: str
     measured: Mapping[str, Any] = field(default_factory=dict)
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of the gateway, Python and those of PACKAGES that are installed."""
     versions = {"mlx-gateway": __version__, "python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -57,14 +56,13 @@ def versions() -> dict[str, str]:
 
 
 def system() -> dict[str, str | int]:
-    """Return the operating system, the kind of processor, and the number of cores."""
     is_linux = sys.platform == "linux"
     cores = len(os.sched_getaffinity(0)) if is_linux else os.cpu_count() or 1
     return {"os": platform.platform(), "machine": platform.machine(), "cores": cores}
 
 
 def describe_system() -> str:
-    """Return the system, its version and the processor, but no name of a custom kernel build."""
+    """Return the system and the processor, without the name of a custom kernel build."""
     macos = platform.mac_ver()[0]
     if macos:
         return f"macOS {macos} {platform.machine()}"
@@ -74,8 +72,8 @@ def describe_system() -> str:
 
 
 def private_folders() -> list[str]:
-    """Return the folders that errors are likely to name and that reports must not name."""
-    # The longest come first, since one may be inside another.
+    """Return folders that errors may name but reports must not, the longest first."""
+    # One folder may be inside another.
     folders = {Path.home(), Path.cwd(), Path(tempfile.gettempdir()), Path(sys.prefix)}
     named = {str(path) for folder in folders for path in (folder, folder.resolve())}
     return sorted(named - {"/"}, key=len, reverse=True)
@@ -85,7 +83,7 @@ def redact_paths(value: Any, folders: Sequence[str]) -> Any:
     """Return a value for JSON, with the absolute paths in its texts replaced."""
     match value:
         case str():
-            # The names of `folders` may contain spaces, at which _ABSOLUTE would stop.
+            # Names of `folders` may contain spaces, which would end a match of _ABSOLUTE.
             known = [f"{re.escape(folder)}{_REST}" for folder in folders]
             return re.sub("|".join([*known, _ABSOLUTE]), "/…", value)
         case float() if not math.isfinite(value):  # JSON has neither NaN nor infinities
@@ -108,7 +106,7 @@ class Checked:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Facts about the device, the findings on the machine, and each model with its findings."""
+    """All findings on a machine and its models."""
 
     device: Mapping[str, Any]
     findings: Sequence[Finding]
@@ -116,12 +114,10 @@ class Report:
 
     @property
     def has_passed(self) -> bool:
-        # A skipped check doesn't count as a failure.
         findings = chain(self.findings, *(model.findings for model in self.models))
         return all(finding.state != "fail" for finding in findings)
 
     def rows(self) -> list[tuple[str, str, str, str]]:
-        """Return the table's rows."""
         installed = ", ".join(f"{name} {number}" for name, number in versions().items())
         rows = [
             (MACHINE, "versions", "ok", f"{installed}."),
@@ -144,7 +140,6 @@ class Report:
         yield str(about["os"])
 
     def as_json(self) -> dict[str, Any]:
-        """Return all findings, without paths of this machine."""
         report = {
             "passed": self.has_passed,
             "versions": versions(),
@@ -165,7 +160,7 @@ class Report:
         return redacted
 
     def as_block(self, day: str) -> str:
-        """Return the report as JSON to paste. The pages of docs/devices end with such a block."""
+        """Return the report as JSON, as at the end of the pages in docs/devices."""
         rows = [(MACHINE, finding) for finding in self.findings]
         rows += [(model.spec.kind, finding) for model in self.models for finding in model.findings]
         judged = [(of, finding) for of, finding in rows if finding.state in ("ok", "fail")]
@@ -193,11 +188,10 @@ class Report:
         return json.dumps(redact_paths(block, private_folders()), ensure_ascii=False)
 
     def _figures(self) -> Iterator[tuple[str, float]]:
-        """Yield the measured speeds, each with a label: unit, model, dtype and number of rows."""
         for model in self.models:
             measured = {finding.check: finding.measured for finding in model.findings}
             dtype = measured.get("load", {}).get("dtype", "unknown")
-            # A model's id may be private, so only the names of packages are shown.
+            # A model's id may be private, but a package's name is not.
             package, name = packaged(model.spec.source), "own model"
             if package is not None:
                 name = package.module
@@ -209,5 +203,5 @@ class Report:
 
 
 def _row(name: str, found: Finding) -> tuple[str, str, str, str]:
-    # An error's text may have several lines, which are joined into one.
+    # An error's text may have several lines.
     return name, found.check, found.state, " ".join(found.message.split())

@@ -45,8 +45,8 @@ from gateway.serving.models.pulls import Pulls
 from gateway.serving.tokenize import ThreadPools
 from gateway.settings import Settings
 
-OnStage = Callable[[str, str], None]  # model, stage
-Rate = Callable[[int], Awaitable[int]]  # runs N rows at once; returns how many units they had
+OnStage = Callable[[str, str], None]
+Rate = Callable[[int], Awaitable[int]]  # runs N rows at once, and counts their units
 MEASURED_S: Final = 1.0  # seconds to measure each speed, after an unmeasured batch
 TOKENS: Final = 24  # tokens of each answer
 IMAGE_SIDE: Final = 256  # pixels
@@ -68,8 +68,7 @@ class Workplace:
 
 
 async def check_models(specs: Sequence[ModelSpec], settings: Settings, on_stage: OnStage) -> Report:
-    """Check models whose files are on disk, one after another."""
-    # The self-test after a load is off: `_test_batches` runs it instead, from the beginning.
+    # `_test_batches` runs the whole self-test, so none runs after a load.
     settings = settings.model_copy(update={"self_test": False, "prefix_folder": None})
     engines = MlxEngines(settings)
     budget = Budget(budget_bytes(settings, engines.memory_bytes))
@@ -114,7 +113,6 @@ def _read_facts(engines: MlxEngines, budget: Budget) -> Mapping[str, Any]:
 async def _check_model(
     spec: ModelSpec, place: Workplace, on_stage: Callable[[str], None]
 ) -> list[Finding]:
-    """Load a model, and run each stage of its check."""
     on_stage("load")
     started = time.perf_counter()
     findings = []
@@ -133,7 +131,7 @@ async def _check_model(
             findings.append(Finding("load", "ok", message, measured))
             for name, stage in _stages(spec, loaded.model, place).items():
                 on_stage(name)
-                try:  # a stage that raises has failed, and the next stage is run
+                try:  # the other stages are run even if one fails
                     findings.append(await stage())
                 except Exception as error:
                     findings.append(Finding(name, "fail", _describe(error)))
@@ -174,7 +172,6 @@ def _describe(error: Exception) -> str:
 
 
 def _dtype(batcher: Any) -> str:
-    """Return float32 for mlx.core.float32."""
     return str(batcher.engine.dtype).rpartition(".")[2]
 
 
@@ -199,7 +196,6 @@ async def _check_formats(unread: Sequence[str]) -> Finding:
 
 
 async def _test_batches(spec: ChatSpec, batcher: GenerationBatcher, place: Workplace) -> Finding:
-    """Run the self-test to its end, and keep its verdict for the gateway."""
     mode = spec.batching.mode
     if mode != "auto":
         return Finding("batch", "skip", f"models.yaml sets `batching: {mode}`.")
@@ -236,9 +232,6 @@ async def _tell_widths(batcher: GenerationBatcher) -> Finding:
 
 
 def judge_widths(step_s: StepTimes) -> Finding:
-    """Report the time of a decode step by number of rows, and the numbers at which rows take turns.
-    The finding is never a failure.
-    """
     if not step_s:
         return Finding("widths", "skip", "no decode step was timed.")
     times = dict(zip(WIDTHS, step_s, strict=False))
@@ -284,7 +277,7 @@ async def _compare_rows(batcher: EmbeddingBatcher | RerankBatcher, lane: Lane) -
 
 def judge_distance(single: Vectors, batched: Vectors, allowed: float) -> Finding:
     """Judge the largest difference between a row in a batch and the same row alone."""
-    # The difference is relative to the rows' root mean square, so that scale doesn't matter.
+    # The distance is relative to the rows' root mean square.
     scale = math.sqrt(np.mean(np.square(single, dtype=np.float64)))
     worst = math.sqrt(np.mean(np.square(single - batched, dtype=np.float64), axis=1).max())
     distance = worst / scale if scale else math.nan
@@ -295,7 +288,7 @@ def judge_distance(single: Vectors, batched: Vectors, allowed: float) -> Finding
 
 
 async def _measure(unit: str, work: Rate, sizes: Sequence[int]) -> Finding:
-    """Measure the units per second by number of rows at once. A low speed is not a failure."""
+    """Measure the units per second by number of rows at once."""
     rates = {}
     for size in sizes:
         await work(size)  # not timed: the first pass of each shape allocates memory
@@ -328,7 +321,7 @@ async def _rerank(batcher: RerankBatcher, numbers: "count[int]", size: int) -> i
 async def _write(
     spec: ChatSpec, batcher: GenerationBatcher, numbers: "count[int]", size: int
 ) -> int:
-    """Generate `size` answers at once, each of TOKENS tokens. Return the number of all tokens."""
+    """Generate `size` answers at once, and return the number of all tokens."""
     answers = (_answer(spec, batcher, _TEXTS[next(numbers)], TOKENS) for _ in range(size))
     return sum(usage.completion_tokens for usage in await asyncio.gather(*answers))
 

@@ -1,15 +1,15 @@
-"""The registry reads models.yaml into a spec for every model, found by id or alias.
+"""The registry reads models.yaml into a spec for each model, which is found by id or alias.
 
-models_yaml  reads the file into a catalog, or lists every problem with its line
-yaml_reader  parses YAML into plain values with their lines; replaces ${VAR:-default} in the values
-variables    GATEWAY_<ID>_<KEY>: environment variables for any key of any model
-specs        the keys that an entry of each kind of model may have, with types and bounds
+models_yaml  reads the file into a catalog, or lists all problems with their lines
+yaml_reader  parses YAML into values with their lines; replaces ${VAR:-default} in the values
+variables    GATEWAY_<ID>_<KEY>: environment variables for the keys of models
+specs        the keys of an entry of each kind of model, with types and bounds
 fields       the types of the keys' values, and how they are read
-sources      where a model's files come from: hub, folder, installed package
+sources      the places of models' files: hub, folder, installed package
 short_names  models that come with the gateway under short names, and facts about them
-catalog      the models of models.yaml as it was read once, found by id or alias; immutable
+catalog      the models of models.yaml, found by id or alias; immutable
 schema       the JSON Schema of models.yaml, for editors
-names        the formats of tool calls and of thinking; finds the valid name nearest to a wrong one
+names        formats of tool calls and of thinking; finds the valid name nearest to a wrong one
 """
 
 from gateway.registry.catalog import Catalog, Changes, Resolved, load_alike

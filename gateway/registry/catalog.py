@@ -9,37 +9,35 @@ from gateway.errors import ModelNotFound
 from gateway.registry.names import most_similar
 from gateway.registry.specs import Alias, ChatSpec, ModelSpec
 
-MOST_SUGGESTED: Final = 3  # the most names suggested to a caller who sent an unknown one
+MOST_SUGGESTED: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """A model, and the alias by which it was found; `alias` is None if it was found by its id."""
+    """A model, and the alias that it was found by; None if it was found by its id."""
 
     spec: ModelSpec
     alias: Alias | None = None
 
     @property
     def name(self) -> str:
-        """Return the name that the model was found by."""
         return self.spec.id if self.alias is None else self.alias.name
 
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """The ids of the models that a new catalog adds, loads differently, and no longer has."""
+    """The ids of models that a new catalog adds, loads differently, and removes."""
 
     added: tuple[str, ...]
     changed: tuple[str, ...]
     removed: tuple[str, ...]
 
     def by_kind(self) -> dict[str, list[str]]:
-        """Return the ids in a mapping with the keys "added", "changed" and "removed"."""
         return {key: list(getattr(self, key)) for key in ("added", "changed", "removed")}
 
 
 class Catalog:
-    """The models of models.yaml as it was read once, found by id or alias. Immutable."""
+    """The models of models.yaml, found by id or alias. Immutable."""
 
     __slots__ = ("_by_name", "specs")
 
@@ -53,9 +51,9 @@ class Catalog:
         self._by_name = MappingProxyType(by_name)
 
     def resolve(self, name: str, *kinds: type[ModelSpec]) -> Resolved:
-        """Find a model by id or alias. Raises ModelNotFound, which suggests similar names or, if
-        none is similar, the first few names. If `kinds` are given, only models of these kinds are
-        suggested.
+        """Find a model by id or alias.
+
+        Raises ModelNotFound, which suggests models of these kinds.
         """
         resolved = self._by_name.get(name)
         if resolved is None:
@@ -74,19 +72,13 @@ class Catalog:
         return f"Served here: `{'`, `'.join(ids[:MOST_SUGGESTED])}`{more}." if ids else ""
 
     def by_id(self, model: str) -> ModelSpec | None:
-        """Return the spec of the model with this id, or None if there is no such model."""
         return next((spec for spec in self.specs if spec.id == model), None)
 
     def current(self, spec: ModelSpec) -> ModelSpec | None:
-        """Return this catalog's spec for the model that was loaded for `spec`, or None if that
-        model must be reloaded or is gone.
-        """
-        # `spec` may come from an older models.yaml, and differ from this catalog's spec in keys
-        # that loading does not depend on.
+        """Return the spec of a loaded model; None if the model must be reloaded or is gone."""
         return next((candidate for candidate in self.specs if load_alike(candidate, spec)), None)
 
     def changes_since(self, older: "Catalog") -> Changes:
-        """Return the differences from the catalog of an older models.yaml."""
         now, before = ({spec.id: spec for spec in catalog.specs} for catalog in (self, older))
         in_both = [name for name in now if name in before]
         return Changes(
@@ -96,13 +88,11 @@ class Catalog:
         )
 
     def preloaded(self) -> tuple[str, ...]:
-        """Return the ids of the models to load at start; for an adapter, the id of its base."""
-        # An adapter is not preloaded separately: it uses its base, which is preloaded once.
+        """Return the ids of the models to load at start; for an adapter, its base's id."""
         loaded = (getattr(spec, "base", None) or spec.id for spec in self.specs if spec.preload)
         return tuple(dict.fromkeys(loaded))
 
     def names(self) -> tuple[str, ...]:
-        """Return all ids and aliases in the order of models.yaml, each id before its aliases."""
         return tuple(self._by_name)
 
     def __iter__(self) -> Iterator[Resolved]:
@@ -113,12 +103,11 @@ class Catalog:
 
 
 def load_alike(one: ModelSpec, other: ModelSpec) -> bool:
-    """Return True if a model that was loaded for one of two specs can serve the other as well."""
+    """Return True if a model that was loaded for one spec can serve the other."""
     return one is other or (one.id == other.id and _loaded_with(one) == _loaded_with(other))
 
 
 def _loaded_with(spec: ModelSpec) -> tuple[object, ...]:
-    """Return everything that loading a model depends on."""
     keys = (spec.source, spec.loaded_with())
     if not isinstance(spec, ChatSpec):
         return keys

@@ -1,4 +1,4 @@
-"""The types of values in models.yaml, and the functions that read the values' short forms."""
+"""The types of values in models.yaml, and functions that read their short forms."""
 
 import os
 import re
@@ -48,9 +48,7 @@ AdapterOf = Annotated[
 
 
 def _template(value: object, info: ValidationInfo) -> object:
-    """Return the text of the file that a value such as `file:x.jinja` names. Any other text is the
-    template itself.
-    """
+    """Return the text of the file that `file:x.jinja` names; other text is the template itself."""
     if not isinstance(value, str) or not value.startswith("file:"):
         return value
     path: Path = (info.context or {})["folder"] / os.path.expanduser(value.removeprefix("file:"))
@@ -71,7 +69,7 @@ _SizesText = Annotated[str, Field(pattern=_SIZES)]
 
 
 def _sizes(value: object) -> object:
-    """Read true, false, a list of sizes, or sizes as text, which a variable has: `256, 512`."""
+    """Read true, false, a list of sizes, or text such as `256, 512`."""
     if isinstance(value, str) and value.lower() in ("true", "false"):
         return value.lower() == "true"
     if isinstance(value, str) and re.fullmatch(_SIZES, value):
@@ -112,7 +110,6 @@ ReasoningParser = Annotated[
 
 
 def read_mode(value: object) -> object:
-    """Return the mode that true or false stands for, and any other value unchanged."""
     # YAML reads an unquoted `off` as false.
     if value is True:
         return "auto"
@@ -122,13 +119,11 @@ def read_mode(value: object) -> object:
 
 
 def read_thinking_budget(value: object) -> object:
-    """Return a number as the mapping `{default: number}`, and any other value unchanged."""
     is_number = isinstance(value, int | str) and not isinstance(value, bool)
     return {"default": value} if is_number else value
 
 
 def read_batching(value: object) -> object:
-    """Return a mode as the mapping `{mode: …}`, and any other value unchanged."""
     value = read_mode(value)
     return {"mode": value} if isinstance(value, str) else value
 
@@ -140,14 +135,10 @@ SHORT_FORMS: Mapping[str, Callable[[object], object]] = MappingProxyType(
 
 
 def split_names(text: str) -> list[str]:
-    """Split a text such as `a, b` into names."""
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def read_aliases(value: object) -> object:
-    """Return aliases as a list of mappings. They may be written as text, `a, b`, or as a list of
-    texts and mappings, ["a", {name: b}].
-    """
     if isinstance(value, str):
         value = [value]
     if not isinstance(value, list):

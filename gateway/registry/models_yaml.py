@@ -1,7 +1,7 @@
-"""Reads models.yaml into a catalog, or lists all of the file's problems, each with its line and the
-nearest valid name. Also reads entries of models that were named at start or found on the disk.
+"""Reads models.yaml into a catalog, or lists all problems with their lines and the nearest names.
 
-Only the existence of a model's files is checked here; the engine checks their content.
+Models that were named at start or found on disk are read, too. Here only the existence of a model's
+files is checked.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -23,8 +23,8 @@ from gateway.registry.variables import ModelVariables
 from gateway.registry.yaml_reader import Document, Where, read_yaml
 from gateway.settings import PREFIX, VARIABLES
 
-MAX_CHARS = 4_000_000  # the longest models.yaml
-# Entries as models.yaml has them, by the model's id.
+MAX_CHARS = 4_000_000
+# Entries as in models.yaml, by the model's id.
 Entries: TypeAlias = Mapping[str, Mapping[str, Any]]
 NONE: Entries = MappingProxyType({})
 
@@ -36,14 +36,13 @@ class Reading:
     catalog: Catalog
     problems: tuple[str, ...]
     notes: tuple[str, ...] = ()
-    # All variables that can change the result, set or not: those that the file expands as ${…}, and
-    # those for keys of models. Variables for keys with free names are included only if set.
+    # Variables that can change the result, set or not. Those for keys with free names are included
+    # only if set.
     variables: frozenset[str] = frozenset()
-    # Models that were found on the disk but left out of the catalog: the reasons, by id.
+    # Reasons why models on the disk were left out, by id.
     left_out: Mapping[str, str] = field(default_factory=dict)
 
     def require_valid(self) -> None:
-        """Raise RegistryInvalid with a line per problem, if there are any."""
         if self.problems:
             raise RegistryInvalid(list(self.problems))
 
@@ -56,16 +55,13 @@ class File(Section):
 
 
 class Kind(BaseModel):
-    """A pydantic model that checks only `kind`, for entries in which it is missing or unknown."""
+    """Checks the key `kind` of an entry in which it is missing or unknown."""
 
     kind: Literal["embedding", "rerank", "chat"]
 
 
 def load_catalog(path: Path, variables: Mapping[str, str]) -> Catalog:
-    """Read a models.yaml. Raises RegistryInvalid with one line per problem.
-
-    `variables` are those of the environment and of .env, as settings.variables() returns them.
-    """
+    """Read a models.yaml. Raises RegistryInvalid with one line per problem."""
     reading = read_models(path, variables)
     reading.require_valid()
     return reading.catalog
@@ -76,9 +72,8 @@ def read_models(
 ) -> Reading:
     """Read a models.yaml, if there is one, and list all its problems. Never raises.
 
-    The catalog has the `named` models first, then the file's, then those `found` on the disk. If
-    several have the same id, the file's entry wins. A found model that has a problem is left out,
-    and makes nothing else invalid.
+    If models have the same id, the file's entry wins over `named`, and `named` over `found`. A
+    found model that has a problem is left out.
     """
     document, folder = Document({"version": 1, "models": {}}), Path.cwd()
     if path is not None:
@@ -115,9 +110,7 @@ def read_models(
 
 
 def _at(path: Path | None, line: int, message: str) -> str:
-    """Prefix a problem with file and line. A problem outside the file, which has line 0, already
-    names its model and gets no prefix.
-    """
+    """Prefix a problem with file and line, unless its model is not in the file (line 0)."""
     return f"{path}:{line}: {message}" if line else message
 
 
@@ -127,7 +120,7 @@ class Claim:
 
     model: str
     where: Where
-    # The name is an alias "written" in the file or "set" by a variable, or the model's id.
+    # An alias "written" in the file or "set" by a variable, or the model's id.
     rank: Literal["written", "set", "id"]
 
 
@@ -142,16 +135,16 @@ class _Reader:
     ) -> None:
         self._document = document
         self._named, self._found = named, found
-        self._unwritten: list[str] = []  # ids of named and found models that are not in the file
+        self._unwritten: list[str] = []
         self._context = {"folder": folder}
-        # A variable that is a setting, or that the file expands, never sets a key of a model.
+        # A variable that is a setting, or that the file expands, never sets a model's key.
         taken = VARIABLES | document.variables
         self._variables = {
             name: text
             for name, text in variables.items()
             if text and name.startswith(PREFIX) and name not in taken
         }
-        # The place of each value that a variable has set, with the variable's name.
+        # The variable that has set the value at each place.
         self._set: dict[Where, str] = {}
         self.overrides: set[str] = set()
         self.problems: list[tuple[int, str]] = []
@@ -181,7 +174,6 @@ class _Reader:
         return [self._resolve(spec, "base", specs) for spec in specs]
 
     def _override_keys(self, models: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the entries, in which keys that a variable sets have the variable's value."""
         overridden = dict(models)
         earlier: list[ModelVariables] = []
         for model, entry in models.items():
@@ -196,9 +188,7 @@ class _Reader:
         return overridden
 
     def _add_short_names(self, models: dict[str, Any]) -> None:
-        """Let models outside the file be found as `name` besides `org/name`, unless another model
-        has that name.
-        """
+        """Give models outside the file the alias `name` besides `org/name`, if it is free."""
         taken = set(self._list_claims(models))
         for model in self._unwritten:
             short = model.rpartition("/")[2].removesuffix(".gguf")
@@ -209,7 +199,7 @@ class _Reader:
                 models[model] = {**models[model], "aliases": [*listed, short]}
 
     def _line(self, where: Where) -> int:
-        """Return the line of a value, or 0 for a value of a model that is not in the file."""
+        """Return the line of a value, or 0 if its model is not in the file."""
         if len(where) > 1 and where[1] in self._unwritten:
             return 0
         return self._document.line(where)
@@ -221,15 +211,11 @@ class _Reader:
             return None
         if "id" in entry:
             self._report((*where, "id"), f"{name}: unknown key 'id'")
-        # A model's id is the key of its entry in the file.
         spec = self._validate(SPECS[str(entry["kind"])], {**entry, "id": name}, where)
         assert spec is None or isinstance(spec, ModelSpec)
         return spec
 
     def _validate(self, model: type[BaseModel], value: object, top: Where) -> BaseModel | None:
-        """Return `value`, which is at the place `top`, as a `model`. If it has problems, report
-        them and return None.
-        """
         try:
             return model.model_validate(value, context=self._context)
         except ValidationError as error:
@@ -238,10 +224,9 @@ class _Reader:
             return None
 
     def _report_invalid(self, model: type[BaseModel], details: ErrorDetails, top: Where) -> None:
-        """Report one of pydantic's errors, with the nearest valid name for a misspelt name."""
         keys = tuple(_keys_in_file(details["loc"]))
         where: Where = (*top, *keys)
-        # A value that is missing because of another problem is not reported.
+        # The value may be missing because of a problem that is reported already.
         if any(where[:depth] in self._document.broken for depth in range(len(where) + 1)):
             return
         key, value = ".".join(str(part) for part in keys), details["input"]
@@ -261,7 +246,7 @@ class _Reader:
                 hint = _hint(str(value), [word.strip("'") for word in words])
                 message = f"`{key}` {message}, not {value!r}{hint}"
             case kind:
-                # The end of pydantic's message, on how parsing a number failed, is cut.
+                # Cut the end of pydantic's message about parsing a number.
                 message = MESSAGES.get(kind, message.partition(", unable to")[0])
                 message = f"`{key}` {message}, not {shorten(repr(value))}"
         if top:
@@ -269,7 +254,7 @@ class _Reader:
         self._report(where, message.replace("`` ", ""))  # `key` is empty for a whole entry
 
     def _settle_names(self, models: Mapping[str, Any]) -> set[tuple[str, str]]:
-        """Report each name that two models claim, or one model claims twice.
+        """Report each name that is claimed twice.
 
         Return (model, alias) for each alias in the file that a variable gives to another model.
         """
@@ -278,7 +263,7 @@ class _Reader:
             owner = max(claims, key=lambda claim: ("written", "set", "id").index(claim.rank))
             line = self._line(owner.where)
             place = f", on line {line}" if line else ""
-            # Among claims of the same rank, the first one wins.
+            # The first of several claims of the same rank wins.
             for claim in claims:
                 if claim is owner:
                     continue
@@ -292,7 +277,6 @@ class _Reader:
         return dropped
 
     def _list_claims(self, models: Mapping[str, Any]) -> dict[str, list[Claim]]:
-        """Return each name with the claims to it: ids before aliases, and in the file's order."""
         claims = {name: [Claim(name, ("models", name), "id")] for name in models}
         for name, entry in models.items():
             for inside, alias, is_text in _list_aliases(entry):
@@ -306,8 +290,9 @@ class _Reader:
     def _resolve(
         self, spec: ModelSpec, key: Literal["draft", "base"], specs: Sequence[ModelSpec]
     ) -> ModelSpec:
-        """Return a copy of a spec that has the model which its `draft` or `base` names. If that
-        model is unusable, report the reason and return the spec unchanged.
+        """Return a spec with the model that its `draft` or `base` names.
+
+        An unusable model is reported, and the spec returned unchanged.
         """
         name = getattr(spec, key, None)
         if not isinstance(spec, ChatSpec) or name is None:
@@ -342,7 +327,6 @@ class _Reader:
                     self._report_missing(spec, root / inside)
 
     def _report_missing(self, spec: ModelSpec, path: Path) -> None:
-        """Report a model's folder, or its GGUF file, if that does not exist."""
         is_file = spec.source.is_gguf
         noun, exists = ("file", Path.is_file) if is_file else ("folder", Path.is_dir)
         if exists(path):
@@ -352,7 +336,6 @@ class _Reader:
         self._report(("models", spec.id, _source_key(spec)), f"{spec.id}: {problem}")
 
     def _report(self, where: Where, message: str) -> None:
-        """Add a problem with its line and, if a variable set the value, the variable's name."""
         line, message = self._line(where), message + self._set_by(where)
         if not line:
             self.faults[str(where[1])] = message
@@ -360,11 +343,11 @@ class _Reader:
 
     def _set_by(self, where: Where) -> str:
         places = (where[:depth] for depth in range(len(where), 0, -1))
-        # The innermost place that a variable has set counts: for an alias, that is `aliases`.
+        # The innermost place counts. For an alias, that is `aliases`.
         return next((f" (set by {self._set[place]})" for place in places if place in self._set), "")
 
 
-# Messages in YAML's words, in place of those in which pydantic names Python's types.
+# Messages in YAML's words, since pydantic names Python's types.
 MESSAGES = {
     "model_type": "should be a mapping",
     "dict_type": "should be a mapping",
@@ -378,7 +361,6 @@ def _hint(name: str, valid: Iterable[str]) -> str:
 
 
 def _why_no_draft(spec: ChatSpec, draft: ChatSpec) -> str:
-    """Return the reason why a model cannot be the draft of `spec`; empty if it can."""
     if draft.id == spec.id:
         return "a model cannot be its own draft"
     if draft.base is not None:
@@ -391,7 +373,6 @@ def _why_no_draft(spec: ChatSpec, draft: ChatSpec) -> str:
 
 
 def _why_no_base(spec: ChatSpec, base: ChatSpec) -> str:
-    """Return the reason why a model cannot be the base of `spec`; empty if it can."""
     if base.id == spec.id:
         return "a model cannot be its own base"
     if base.base is not None:
@@ -407,21 +388,17 @@ WHY_NOT = {"draft": _why_no_draft, "base": _why_no_base}
 
 
 def _source_key(spec: ModelSpec) -> str:
-    """Return the key that has the source of a model's files: `adapter` or `source`."""
     return "adapter" if isinstance(spec, ChatSpec) and spec.adapter is not None else "source"
 
 
 def _keys_in_file(loc: tuple[int | str, ...]) -> Iterator[int | str]:
-    """Yield the parts of pydantic's path that are keys or indices in the file. pydantic adds the
-    names of union members, which are left out.
-    """
+    """Yield the keys and indices in pydantic's path, without the names of union members."""
     for part in loc:
         if isinstance(part, int) or ("[" not in part and part != "bool"):
             yield part
 
 
 def _keys_beside(model: type[BaseModel], keys: Where) -> set[str]:
-    """Return the valid keys of the section that the last of `keys` is in."""
     for part in keys[:-1]:
         if isinstance(part, str):
             annotation = model.model_fields[part].annotation
@@ -431,9 +408,7 @@ def _keys_beside(model: type[BaseModel], keys: Where) -> set[str]:
 
 
 def _list_aliases(entry: object) -> Iterator[tuple[Where, str, bool]]:
-    """Yield each alias of an entry, valid or not: its place in `aliases`, its name, and whether it
-    is written as text.
-    """
+    """Yield each alias, valid or not: its place in `aliases`, its name, and whether it is text."""
     if not isinstance(entry, dict):
         return
     aliases: dict[Where, Any] = {(): entry.get("aliases")}

@@ -1,9 +1,7 @@
-"""The names that models.yaml has for the formats of tool calls and of thinking. Also finds the
-valid name that is nearest to an unknown one, for messages.
+"""The names of the formats of tool calls and of thinking, as vLLM and mlx-lm have them.
 
-A format has the name that vLLM gives it (`--tool-call-parser`, `--reasoning-parser`) and, if it is
-different, mlx-lm's name (`tool_parser_type`). With the format `none`, no text is read as a call or
-as thinking.
+vLLM's options are `--tool-call-parser` and `--reasoning-parser`, mlx-lm's key is
+`tool_parser_type`. The format `none` reads no text as a call or as thinking.
 """
 
 import difflib
@@ -12,9 +10,9 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Final
 
-MAX_CHARS = 256  # the longest name to compare: difflib's time is quadratic in the length
-MAX_COMPARED = 32  # only the names that share most letters are compared: 1,000 names took 130 ms
-# The canonical name of each format, with the format's other names.
+MAX_CHARS = 256  # longest name to compare, since difflib's time is quadratic
+MAX_COMPARED = 32  # names to compare, since 1,000 took 130 ms
+# The canonical name of each format, with its other names.
 TOOL_PARSERS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
         "apertus": (), "cohere_command3": ("cohere_command4",), "command_r": (),
@@ -46,17 +44,15 @@ REASONING_PARSERS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
 
 
 def canonical_names(parsers: Mapping[str, tuple[str, ...]]) -> Mapping[str, str]:
-    """Return a map from every name to its canonical name."""
     return {each: name for name, others in parsers.items() for each in (name, *others)}
 
 
 def nearest(name: str, valid: Iterable[str]) -> str | None:
-    """Return the valid name that is most similar to `name`; None if none is similar."""
     return next(iter(most_similar(name, valid, 1)), None)
 
 
 def most_similar(name: str, valid: Iterable[str], most: int) -> list[str]:
-    """Return up to `most` valid names that are similar to `name`, the most similar one first."""
+    """Return up to `most` similar valid names, the most similar one first."""
     if len(name) > MAX_CHARS:
         return []
     by_folded = {name.casefold(): name for name in valid}
@@ -72,5 +68,4 @@ def most_similar(name: str, valid: Iterable[str], most: int) -> list[str]:
 
 
 def did_you_mean(name: str | None) -> str:
-    """Return a hint to append to a message; empty if there is no name to suggest."""
     return f"; did you mean {name!r}?" if name else ""

@@ -1,4 +1,4 @@
-"""The JSON Schema of models.yaml, with which editors complete and check the file."""
+"""The JSON Schema of models.yaml, for editors."""
 
 import ast
 import inspect
@@ -22,9 +22,8 @@ _TEXT = {"type": "string"}
 
 
 def describe_fields(model: type[BaseModel]) -> dict[str, str]:
-    """Return the docstring of each field, by the field's name."""
-    # Python does not keep the docstrings of attributes, so they are read from the source. pydantic
-    # could do that too (`use_attribute_docstrings`), but at every start, which would be slower.
+    # Python drops the docstrings of attributes, so they are read from the source. pydantic would
+    # read them at every start (`use_attribute_docstrings`), which is slower.
     words: dict[str, str] = {}
     settings = describe_fields(Settings) if issubclass(model, Section) else {}
     for kind in reversed(model.__mro__):
@@ -86,9 +85,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def _value(schema: dict[str, Any], *, required: bool = True) -> dict[str, Any]:
-    """Return a value's schema, extended: a plain value may also be a variable, and a value that is
-    not `required` may be null.
-    """
+    """Return a value's schema that also allows variables and, unless `required`, null."""
     bare = {key: value for key, value in schema.items() if key not in ("title", "default")}
     about = {key: schema[key] for key in ("default",) if schema.get(key) is not None}
     # A schema that allows any text allows `${VAR}` already.
@@ -105,7 +102,7 @@ def _is_plain(schema: dict[str, Any]) -> bool:
 
 
 def _inner(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema with variables allowed in a list's items and in a mapping's values."""
+    """Return a schema that allows variables in a list's items and a mapping's values."""
     for key in ("items", "additionalProperties"):
         if isinstance(schema.get(key), dict):
             return {**schema, key: _value(schema[key])}

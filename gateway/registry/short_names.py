@@ -1,8 +1,4 @@
-"""Reads catalogue.yaml, which has entries like those of models.yaml, under short names.
-
-Each entry also has the key `facts`, which models.yaml does not have: how much memory the model
-takes, and where and when that was read.
-"""
+"""Reads catalogue.yaml, whose entries are like those of models.yaml, but also have `facts`."""
 
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -21,9 +17,7 @@ STRUCTURED_ROWS = 8  # `structured.rows` of every chat model that comes with the
 
 
 class LayersKept(Section):
-    """A group of layers that keep state of a sequence in the same way. There are three ways, each
-    with its own keys.
-    """
+    """A group of layers that keep a sequence's state in the same way."""
 
     layers: int = Field(ge=1)
     # Attention: keys and values of each token, or of the last `window` tokens.
@@ -32,13 +26,13 @@ class LayersKept(Section):
     window: int | None = Field(default=None, ge=1)
     # Latent attention: one vector of each token, with its rotary part and index key.
     latent_dim: int = Field(default=0, ge=0)
-    # Gated DeltaNet: a state of fixed size. Its key and value heads have `head_dim` dimensions.
+    # Gated DeltaNet: a state of fixed size, with key and value heads of `head_dim`.
     key_heads: int = Field(default=0, ge=0)
     value_heads: int = Field(default=0, ge=0)
 
 
 class Facts(Section):
-    """Facts about a model. `unread` lists the names of the facts that were not found."""
+    """Facts about a model. `unread` names the facts that were not found."""
 
     architecture: str = Field(min_length=1)  # config.json's `model_type`
     weights_bytes: int | None = Field(default=None, ge=1)
@@ -53,7 +47,6 @@ class Facts(Section):
 
 
 def read_short_names() -> Mapping[str, Mapping[str, Any]]:
-    """Return an entry as models.yaml would have it, for each short name."""
     return {
         name: {key: value for key, value in entry.items() if key != FACTS}
         for name, entry in _entries().items()
@@ -61,9 +54,7 @@ def read_short_names() -> Mapping[str, Mapping[str, Any]]:
 
 
 def find_entry(source: Source, known: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Return the entry of `known` whose model is from the same repository as `source`, at any
-    revision, or an empty entry. For a folder, the repository is taken from its path.
-    """
+    """Return the known entry of the same repository, at any revision, or an empty one."""
     repository = repository_of(source)
     for entry in known.values():
         if source_id(parse_source(str(entry["source"]), Path.cwd())) == repository:
@@ -72,8 +63,9 @@ def find_entry(source: Source, known: Mapping[str, Mapping[str, Any]]) -> Mappin
 
 
 def unlisted_entry(kind: str, source: str, variables: Mapping[str, str]) -> Mapping[str, Any]:
-    """Return an entry for a model that was found on the disk or asked for. If a short name has the
-    same repository, its keys are used, except `aliases`: another model may have these names.
+    """Return an entry for a model that was found on disk or asked for.
+
+    It has the keys of a short name for the same repository, except `aliases`.
     """
     known = find_entry(parse_source(source, Path.cwd()), read_short_names())
     keys = {} if known.get("kind") != kind else known
@@ -83,10 +75,7 @@ def unlisted_entry(kind: str, source: str, variables: Mapping[str, str]) -> Mapp
 
 
 def complete(entry: Mapping[str, Any], variables: Mapping[str, str]) -> Mapping[str, Any]:
-    """Complete the entry of a model that is not in models.yaml. A chat model gets the
-    `structured.rows` of the models that come with the gateway, unless GATEWAY_STRUCTURED_ROWS is
-    set.
-    """
+    """Complete an entry that is not in models.yaml: chat models get `structured.rows`."""
     if entry.get("kind") != "chat":
         return entry
     structured = {"rows": STRUCTURED_ROWS, **(entry.get("structured") or {})}
@@ -96,14 +85,13 @@ def complete(entry: Mapping[str, Any], variables: Mapping[str, str]) -> Mapping[
 
 
 def read_facts() -> Iterator[tuple[str, str, Facts]]:
-    """Yield the short name, the kind and the facts of each model in catalogue.yaml."""
     for name, entry in _entries().items():
         yield name, entry["kind"], Facts.model_validate(entry[FACTS])
 
 
 @cache
 def _entries() -> Mapping[str, Mapping[str, Any]]:
-    """Return the entries of catalogue.yaml, which is in the wheel or at the checkout's root."""
+    """Return the entries of catalogue.yaml, from the wheel or the checkout's root."""
     package = Path(__file__).parents[1]
     files = (folder / "catalogue.yaml" for folder in (package, package.parent))
     file = next(file for file in files if file.is_file())

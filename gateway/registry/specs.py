@@ -52,7 +52,7 @@ ADOPTABLE: Final = "adoptable"
 
 
 def override(setting: str, *, adoptable: bool = False) -> Any:
-    """Declare a key that overrides a setting: it has the setting's bounds, and may be absent."""
+    """Declare a key that overrides a setting, and has its bounds. It may be absent."""
     field: Any = Field(default=None)
     field.metadata = [*Settings.model_fields[setting].metadata, Overrides(setting)]
     field.metadata += [ADOPTABLE] if adoptable else []
@@ -73,7 +73,7 @@ class Section(BaseModel):
 
     @classmethod
     def adoptable_keys(cls) -> dict[str, Any]:
-        """Return the keys that loading does not depend on, as a value for pydantic's `exclude`."""
+        """Return the keys that loading does not depend on, for pydantic's `exclude`."""
         keys: dict[str, Any] = {}
         for key, field in cls.model_fields.items():
             if ADOPTABLE in field.metadata:
@@ -83,7 +83,6 @@ class Section(BaseModel):
         return keys
 
     def overrides(self) -> dict[str, Any]:
-        """Return the values that override settings, by the settings' names."""
         overrides: dict[str, Any] = {}
         for key, field in type(self).model_fields.items():
             value = getattr(self, key)
@@ -213,12 +212,12 @@ class _Spec(Section):
     queue_max_tokens: int | None = override("queue_max_tokens", adoptable=True)
 
     def loaded_with(self) -> dict[str, Any]:
-        """Return the keys that a load depends on, except those that say where the files are."""
+        """Return the keys that a load depends on, without the places of files."""
         return self.model_dump(exclude={**self.adoptable_keys(), "source": True, "adapter": True})
 
     @property
     def weights_dtype(self) -> str | None:
-        """Return the type that the weights are to have; None for the checkpoint's."""
+        """Return the type that weights should have; None for the checkpoint's."""
         return None if self.dtype == "auto" else self.dtype
 
     @field_validator("source")
@@ -239,7 +238,6 @@ class _Spec(Section):
 
 
 def _misplaced(key: str, message: str) -> PydanticCustomError:
-    """Return the error for a key that does not fit the other keys of the entry."""
     return PydanticCustomError("misplaced_key", "{message}", {"key": key, "message": message})
 
 
@@ -271,7 +269,7 @@ class EmbeddingSpec(_Spec):
     def _prompts_exist(self) -> "EmbeddingSpec":
         names = [("aliases", alias.prompt_name) for alias in self.aliases]
         for key, name in (*names, ("default_prompt_name", self.default_prompt_name)):
-            # The model's own prompts, which are used if the file has none, are checked at load.
+            # The load checks the model's own prompts, which are used if the file has none.
             if self.prompts and name is not None and name not in self.prompts:
                 message = f"no prompt is named {name!r}{did_you_mean(nearest(name, self.prompts))}"
                 raise _misplaced(key, message)
@@ -283,7 +281,6 @@ def _rerank_template(value: str | None) -> str | None:
         return None
     if [value.count(mark) for mark in ("{query}", "{document}")] != [1, 1]:
         raise ValueError("it should have {query} and {document} once each")
-    # The text before {document} is read once for all documents of a query.
     if value.index("{document}") < max(value.find("{query}"), value.find("{instruction}")):
         raise ValueError("{document} should come last: the text before it is read once")
     return value
@@ -395,21 +392,20 @@ class ChatSpec(_Spec):
 
     @property
     def base_spec(self) -> "ChatSpec | None":
-        """Return the model that `base` names, once the whole file is read."""
         return self._base_spec
 
     @property
     def draft_spec(self) -> "ChatSpec | None":
-        """Return the model that `draft` names, once the whole file is read."""
         return self._draft_spec
 
     def drafts_with(self) -> tuple[object, ...]:
-        """Return the values of the keys on which a model that uses this one as draft depends."""
+        """Return the values that matter to a model that uses this one as draft."""
         return (self.source, self.dtype, self.fuse_projections, self.kv_bits)
 
     def draft_in_use(self, speculate_rows: int) -> "ChatSpec | None":
-        """Return the draft model; None if drafts are off. `speculate_rows` is the setting's value,
-        which counts unless this model has its own.
+        """Return the draft model; None if drafts are off.
+
+        The setting `speculate_rows` counts unless this model has a value of its own.
         """
         row_count = self.batching.speculate_rows
         if row_count is None:
@@ -417,7 +413,6 @@ class ChatSpec(_Spec):
         return self._draft_spec if row_count else None
 
     def with_part(self, key: Literal["draft", "base"], part: "ChatSpec") -> "ChatSpec":
-        """Return a copy with the spec of the model that the key `draft` or `base` names."""
         spec = self.model_copy()
         if key == "draft":
             spec._draft_spec = part
@@ -457,13 +452,12 @@ class ChatSpec(_Spec):
 
 
 class Inputs(NamedTuple):
-    """The longest input of a model on this disk, the kinds of its input, and the reference that
-    answers of its family were compared with.
-    """
+    """The inputs that a model on disk takes, and how its family was verified."""
 
-    max_tokens: int | None  # for a chat model, prompt and answer; None if the files do not say
+    max_tokens: int | None  # tokens; for a chat model, prompt and answer; None if unknown
     modalities: Sequence[str] = _Spec.input_modalities
-    verified: Literal["transformers", "mlx-lm", "no"] | None = None  # None: the files do not say
+    # The reference that answers of the model's family were compared with; None if unknown.
+    verified: Literal["transformers", "mlx-lm", "no"] | None = None
 
 
 ModelSpec = EmbeddingSpec | RerankSpec | ChatSpec

@@ -1,14 +1,13 @@
 """GATEWAY_<ID>_<KEY>: environment variables that set any key of any model in the file.
 
-A variable's name is GATEWAY_, the model's id and the keys that lead to the value, joined by _, in
-capitals, with one _ for each run of characters that are neither letters nor digits:
-GATEWAY_QWEN3_0_6B_SAMPLING_TOP_K sets `sampling.top_k` of qwen3-0.6b. No variable has two meanings:
+A name has the id and the keys in capitals, joined by _. Each run of other characters becomes one _:
+GATEWAY_QWEN3_0_6B_SAMPLING_TOP_K sets `sampling.top_k` of qwen3-0.6b.
 
-1. The exact name of a setting is that setting.
+Each variable has one meaning:
+
+1. A variable that is a setting sets no key of a model.
 2. A variable that the file expands, as ${…}, has no other effect.
-3. Any other variable sets the key of the model whose id and key make up its name. Only one model
-   fits: two ids are refused in one file if some variable could set a key of each, and an id is
-   refused if a variable for one of its keys is also a setting.
+3. An id is refused if its variables could also be settings, or keys of another model.
 """
 
 import re
@@ -22,12 +21,11 @@ from gateway.registry.specs import SPECS
 from gateway.registry.yaml_reader import read_plain_value
 from gateway.settings import PREFIX, VARIABLES
 
-# The keys that lead to a value of a model's entry.
 Path = tuple[str, ...]
 
 
 class ModelVariables:
-    """The variables for the keys of one model. `entry` is the model's entry in the file."""
+    """The variables for the keys of one model, whose entry in the file is `entry`."""
 
     def __init__(self, model: str, entry: Mapping[str, Any], variables: Mapping[str, str]) -> None:
         self.model = model
@@ -37,25 +35,21 @@ class ModelVariables:
         # An entry of an unknown kind may have the keys of all kinds.
         specs = [SPECS[kind]] if kind in SPECS else SPECS.values()
         self._types = {path: kind for spec in specs for path, kind in _types(spec)}
-        # Each variable with the path that it sets, except for variables of a mapping with free
-        # keys: these cannot be listed.
+        # Each variable with the path that it sets, except for keys with free names.
         self.paths = {self._stem + _in_capitals("_".join(path)): path for path in self._types}
 
     def path(self, variable: str) -> Path | None:
-        """Return the path that a variable sets; None if it sets no key of this model."""
         if variable in self.paths or not variable.startswith(self._stem):
             return self.paths.get(variable)
         for key, names in self._free_keys():
             name = variable.removeprefix(f"{self._stem}{_in_capitals(key)}_")
             if name != variable and name and name == _in_capitals(name):
-                # The key in the file that has this name in capitals, or else a new key.
+                # The file's key with this name in capitals, or else a new key.
                 return key, names.get(name, [name.lower()])[0]
         return None
 
     def override(self, variables: Mapping[str, str]) -> tuple[dict[str, Any], dict[Path, str]]:
-        """Return the entry with the values that variables set, and, for each path that was set, the
-        name of the variable.
-        """
+        """Return the entry with the values that variables set, and the variables' names by path."""
         entry = dict(self._entry)
         paths = {name: self.path(name) for name in variables}
         names = {path: name for name, path in paths.items() if path}
@@ -74,9 +68,6 @@ class ModelVariables:
         return entry, names
 
     def clashes(self, earlier: Iterable["ModelVariables"]) -> Iterator[str]:
-        """Describe the variables of this model that have a second meaning: as a setting of the
-        gateway, for an earlier model in the file, or for another key of this model.
-        """
         for name in sorted(VARIABLES):
             path = self.path(name)
             if path:
@@ -94,8 +85,6 @@ class ModelVariables:
                     yield f"{clash}; choose another name for one of them"
 
     def _clash(self, model: "ModelVariables") -> str:
-        """Describe the first variable that would set a key of this model and of another one."""
-        # Names that begin differently cannot clash.
         if not (self._stem.startswith(model._stem) or model._stem.startswith(self._stem)):
             return ""
         for name in (*self.paths, *model.paths):
@@ -105,36 +94,31 @@ class ModelVariables:
         return ""
 
     def _value(self, path: Path, text: str) -> Any:
-        """Return a variable's text unchanged if the key takes text, else read it as plain YAML."""
+        """Return the text if the key takes text, else the text read as plain YAML."""
         kind = self._types.get(path) or get_args(self._types[path[:1]])[1]
         value = read_plain_value(text)
-        # For a key that takes text, even `1` and `true` stay text. `null` still means no value.
+        # Text keys keep even `1` and `true` as text, but `null` means no value.
         takes_text = str in get_args(kind) or path == ("aliases",)
         if kind is str or (takes_text and value is not None):
             return text
         return value
 
     def _free_keys(self) -> Iterator[tuple[str, dict[str, list[str]]]]:
-        """Yield each key whose value is a mapping with free keys. With it, yield the keys that this
-        mapping has in the file, by their names in capitals.
-        """
+        """Yield each key whose value is a mapping with free keys, and these keys in capitals."""
         for path, kind in self._types.items():
             if get_origin(kind) is dict:
                 names: dict[str, list[str]] = {}
                 mapping = self._entry.get(path[0])
-                # If the value is not a mapping, that is reported later.
                 for key in mapping if isinstance(mapping, dict) else ():
                     names.setdefault(_in_capitals(key), []).append(key)
                 yield path[0], names
 
 
 def kind_variable(model: str) -> str:
-    """Return the name of the variable that sets a model's kind."""
     return f"{PREFIX}{_in_capitals(model)}_KIND"
 
 
 def _types(spec: type[BaseModel]) -> Iterator[tuple[Path, Any]]:
-    """Yield each key of a spec and of its sections, with the type of its value."""
     for key, field in spec.model_fields.items():
         if key != "id":
             yield (key,), field.annotation
@@ -143,10 +127,9 @@ def _types(spec: type[BaseModel]) -> Iterator[tuple[Path, Any]]:
 
 
 def _replace_aliases(aliases: object, names: str | None) -> object:
-    """Replace the aliases that are written as text with `names`, and keep the mappings."""
     if not isinstance(aliases, list):
         return names
-    # Each mapping keeps its index in the list, by which the line of a problem is found.
+    # Each mapping keeps its index in the list, which gives the line of a problem.
     mappings = ["" if isinstance(alias, str) else alias for alias in aliases]
     return [*mappings, names or ""]
 

@@ -1,12 +1,10 @@
-"""Parses YAML text into plain values with their lines, and replaces ${VAR:-default} in the values.
+"""Parses YAML into plain values with their lines, and replaces ${VAR:-default} in them.
 
-Values are mappings, lists, text, numbers, booleans and null; any other tag is a problem. Problems
-are collected, so that all are reported together.
+Problems are collected, so that all are reported together.
 """
 
-# ruamel.yaml's round-trip loader knows lines too, but it raises at the first repeated key or
-# mistyped tag, converts values before variables can be replaced in them, and returns numbers of
-# types that would have to be converted, with as much code as there is here.
+# ruamel.yaml also knows lines, but raises at the first repeated key. It also converts values before
+# variables can be replaced in them.
 
 import re
 from collections.abc import Callable, Mapping
@@ -17,7 +15,7 @@ import yaml
 
 from gateway.registry.names import did_you_mean, nearest
 
-MAX_VALUES = 100_000  # most values of a file: 480 bytes of anchors can make hundreds of millions
+MAX_VALUES = 100_000  # most values of a file; 480 bytes of anchors can make hundreds of millions
 
 # The keys and indices that lead to a value.
 Where = tuple[str | int, ...]
@@ -29,7 +27,7 @@ _STR = "tag:yaml.org,2002:str"
 
 
 class _Loader(yaml.SafeLoader):
-    """A safe loader that reads dates as text, such as `2024-01-01`."""
+    """A safe loader that reads dates as text."""
 
 
 _Loader.yaml_implicit_resolvers = {
@@ -40,14 +38,14 @@ _Loader.yaml_implicit_resolvers = {
 
 @dataclass(slots=True)
 class Document:
-    """A parsed file: its value, the lines of all parts of the value, and the file's problems."""
+    """A parsed file: its value, the lines of all parts, and its problems."""
 
     value: Any = None
     lines: dict[Where, int] = field(default_factory=dict)
     problems: list[tuple[int, str]] = field(default_factory=list)
-    # Places whose value is missing because of a problem that is reported.
+    # Places whose value is missing because of a reported problem.
     broken: set[Where] = field(default_factory=set)
-    variables: set[str] = field(default_factory=set)  # names of all variables in the file
+    variables: set[str] = field(default_factory=set)
 
     def line(self, where: Where) -> int:
         """Return the line of a value, or of the nearest mapping or list around it."""
@@ -62,14 +60,13 @@ _PART = re.compile(
 
 
 class ExpansionInvalid(ValueError):
-    """Raised for a variable that is not set, or for braces that are not closed."""
+    """Raised for an unset variable, or for braces that are not closed."""
 
 
 def expand(text: str, variables: Mapping[str, str]) -> tuple[str, list[str]]:
-    """Replace `${VAR}` and `${VAR:-default}` in a text. Return the new text, and the names of the
-    variables. Raises ExpansionInvalid.
+    """Replace `${VAR}` and `${VAR:-default}`, and return the text and the variables' names.
 
-    `$$` becomes a dollar sign. As in a shell, the default also replaces an empty value.
+    `$$` is a dollar sign, and the default also replaces an empty value. Raises ExpansionInvalid.
     """
     names: list[str] = []
 
@@ -94,12 +91,11 @@ def expand(text: str, variables: Mapping[str, str]) -> tuple[str, list[str]]:
     return _PART.sub(value, text), names
 
 
-# Stands for a value that is empty once its variables are replaced: its key counts as absent.
+# A value that is empty once its variables are replaced. Its key counts as absent.
 _ABSENT = object()
 
 
 def read_yaml(text: str, variables: Mapping[str, str]) -> Document:
-    """Parse a YAML document and replace the variables in its values. Never raises."""
     document = Document()
     loader = None
     try:
@@ -126,7 +122,7 @@ def read_yaml(text: str, variables: Mapping[str, str]) -> Document:
 def _count_values(node: yaml.Node, counts: dict[int, int]) -> int:
     # The values of an anchor count once for each use.
     if id(node) not in counts:
-        counts[id(node)] = 1  # ends the walk if the node contains itself, which is reported later
+        counts[id(node)] = 1  # ends the walk if the node contains itself
         children: list[yaml.Node] = []
         if isinstance(node, yaml.MappingNode):
             children = [child for pair in node.value for child in pair]
@@ -142,7 +138,7 @@ def _plain_tag(loader: _Loader, text: str) -> str:
 
 
 def read_plain_value(text: str) -> object:
-    """Read a text as an unquoted YAML value: a number, a boolean, null or, failing these, text."""
+    """Read a text as an unquoted YAML value, or as text if it is none."""
     loader = _Loader("")
     tag = _plain_tag(loader, text)
     try:
@@ -186,7 +182,7 @@ class _Builder:
     def _mapping(
         self, node: yaml.MappingNode, where: Where, around: tuple[yaml.Node, ...]
     ) -> dict[str, Any]:
-        if id(node) not in self._flat:  # a mapping with an anchor is built again for each use
+        if id(node) not in self._flat:  # a mapping with an anchor is built once for each use
             self._flat.add(id(node))
             self._report_duplicates(node)
             self._loader.flatten_mapping(node)
