@@ -67,9 +67,7 @@ Draft = Callable[
 def plan_reading(
     seqs: abc.Sequence[Sequence], lengths: abc.Sequence[int], limit: int, draft: Draft
 ) -> AheadReading:
-    """Plan a pass with up to `limit` speculative tokens per sequence. `lengths` counts each
-    sequence's tokens in the KV.
-    """
+    """Plan a pass with up to `limit` speculative tokens per sequence."""
     feeds = [seq.context[length:] for seq, length in zip(seqs, lengths, strict=True)]
     drafts = draft(seqs, [limit + 1 - len(feed) for feed in feeds])
     inputs = [[*feed, *tokens] for feed, tokens in zip(feeds, drafts, strict=True)]
@@ -99,17 +97,18 @@ def spread(ends: abc.Sequence[int]) -> list[int]:
 
 @dataclass(slots=True, eq=False)
 class DecodeBatch:
-    """Sequences between two decode steps. A sequence has one entry in `tokens` for its next token,
-    and one for each token of its draft.
+    """Sequences between two decode steps.
+
+    `tokens` has each sequence's next token, and one more for each token of its draft.
     """
 
     seqs: list[Sequence]
     cache: list[Any]  # one per layer; includes the tokens of drafts
-    tokens: mx.array  # (tokens,), may not be evaluated yet
+    tokens: mx.array  # (tokens,)
     finite: mx.array  # (tokens,) bool: whether each token's logits were finite
-    scores: list[RowScores]  # only of sequences that requested logprobs
+    scores: list[RowScores]
     doubts: list[Doubt]
-    drafts: list[abc.Sequence[int]]  # one per sequence; may be empty
+    drafts: list[abc.Sequence[int]]
     late_error: Exception | None = None  # an error of the running step; `check` raises it
     is_evaluated: bool = False  # True once the running step's results are there
 
@@ -130,8 +129,9 @@ class DecodeBatch:
     def keep_block_ends(
         self, prefixes: PrefixCache, lengths: abc.Sequence[int] | None = None
     ) -> None:
-        """Cache the states of each sequence whose KV has just filled a block, before the next pass
-        is launched. `lengths` are the KV's lengths; by default, the contexts' lengths.
+        """Cache the states of sequences whose KV has just filled a block.
+
+        Call this before the next pass is launched.
         """
         if not prefixes.needs_block_ends:
             return
@@ -238,8 +238,9 @@ class DecodeBatch:
         self.is_evaluated = False
 
     def settle(self) -> None:
-        """Wait for the running step if the device reports errors late (`is_late`). Call this before
-        any other launch, which would raise the step's error and make wrong tokens look right.
+        """Wait for the running step if the device reports errors late (`is_late`).
+
+        Call this before any  other launch, which would raise this step's error.
         """
         if is_late():
             self.wait()
@@ -260,7 +261,6 @@ class DecodeBatch:
         self.is_evaluated = True
 
     def check(self) -> None:
-        """Raise the error that `wait` kept, if any."""
         if self.late_error is not None:
             raise self.late_error
 
@@ -269,10 +269,9 @@ class DecodeBatch:
         sequence.
         """
         self.evaluate()
-        # `tolist` has no type in mlx's stubs.
         tokens: Any = self.tokens.tolist()
         finite: Any = self.finite.tolist()
-        scores: dict[int, TokenScores] = {}  # keys are id(seq)
+        scores: dict[int, TokenScores] = {}
         for logprobs, seqs in self.scores:
             scores.update((id(seq), score) for seq, score in _to_host(logprobs, seqs))
         if not any(self.drafts):
@@ -295,7 +294,6 @@ class DecodeBatch:
         return outputs
 
     def _places(self) -> list[range]:
-        """Return the indices of each sequence's tokens in `tokens`."""
         starts = accumulate((1 + len(draft) for draft in self.drafts), initial=0)
         return [range(start, end) for start, end in pairwise(starts)]
 
@@ -362,8 +360,9 @@ def redraw_unsure(running: DecodeBatch) -> bool:
 def _draw(
     seqs: list[Sequence], ahead: list[int], logits: mx.array
 ) -> tuple[mx.array, list[RowScores], list[Doubt]]:
-    """Choose a token per row from adjusted and masked logits, (rows, vocabulary). `ahead` has 0 for
-    a sequence's next token, and 1, 2, … for the tokens after its draft's.
+    """Choose a token per row from adjusted and masked logits, (rows, vocabulary).
+
+    `ahead` has 0 for a sequence's next token, and n for the token after n draft tokens.
     """
     positions = [len(seq.tokens) + i for seq, i in zip(seqs, ahead, strict=True)]
     choice = choose([seq.sampler for seq in seqs], logits, positions)
@@ -398,8 +397,9 @@ class SequenceOutput:
             self.end = self.seq.append(self.tokens[0])
 
     def append(self, limit: int) -> tuple[list[Delta], bool]:
-        """Append these tokens, then up to `limit` tokens that the grammar forces. Return the deltas
-        and whether the sequence continues.
+        """Append these tokens, then up to `limit` tokens that the grammar forces.
+
+        Return the deltas, and whether the sequence continues.
         """
         seq = self.seq
         if not self.is_finite:
@@ -434,9 +434,6 @@ def count_ahead_pass(
     drafts: abc.Sequence[abc.Sequence[int]],
     drafter: Drafter | None,
 ) -> Pass:
-    """Return a speculative pass's statistics. `counts` has the number of tokens appended to each
-    sequence.
-    """
     # An answer may end inside a draft, so fewer tokens may be appended than accepted.
     pairs = [(count, len(output.tokens)) for count, output in zip(counts, outputs, strict=True)]
     return Pass(
@@ -461,7 +458,6 @@ def copy_layer(layer: Any) -> Any:
 def _to_host(
     scores: TopLogprobs, seqs: abc.Sequence[Sequence | None]
 ) -> Iterator[tuple[Sequence, TokenScores]]:
-    """Copy logprobs to the host; yield each sequence with its logprobs."""
     chosen: Any = scores.chosen.tolist()
     ids: Any = scores.ids.tolist()
     logprobs: Any = scores.logprobs.tolist()

@@ -46,11 +46,11 @@ class GenerationEngine:
         model: Any,
         setup: ChatSetup,
         *,
-        prefixes: PrefixPool | None = None,  # memory of the prefix cache; None turns it off
+        prefixes: PrefixPool | None = None,  # None turns the prefix cache off
         speculate_rows: int = 0,
         draft_model: DraftModel | None = None,
         bounds: DeviceBounds | None = None,
-        sight: Sight | None = None,  # reads the images of prompts
+        sight: Sight | None = None,
     ) -> None:
         self._model: Any = model
         self._sight = sight
@@ -94,18 +94,18 @@ class GenerationEngine:
 
     @property
     def is_batched(self) -> bool:
-        """Return True if sequences share passes."""
         return self._sequences.is_batched
 
     def self_test(self) -> Generator[Verdict]:
-        """Test whether batching works; each `next` runs one pass and returns the verdict so far."""
+        """Test whether batching works, a pass per `next`; yield the verdict so far."""
         vocab_size, max_context = self._setup.vocab_size, self._setup.max_context
         test = BatchSelfTest(self._model, vocab_size, max_context, self.dtype, self._sight)
         return test.verdicts()
 
     def time_step(self, rows: int) -> Generator[float | None]:
-        """Time a decode step of `rows` made-up sequences; each `next` runs one pass. Yield None
-        until the last pass, then the seconds per step. Raises RuntimeError if a pass fails.
+        """Time a decode step of `rows` made-up sequences, a pass per `next`.
+
+        Yield None until the last pass, then the seconds per step. Raises RuntimeError.
         """
         faults, draw = Faults(), random.Random(0)
         sequences = Sequences(
@@ -160,15 +160,15 @@ class GenerationEngine:
         return prepare(job, self._setup)
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
-        """Compile a grammar. Slow; safe on any thread. Raises BadRequest if that fails."""
+        """Compile a grammar, slowly, on any thread. Raises BadRequest if that fails."""
         return self._setup.structured.compile(grammar)
 
     def matches_schema(self, schema: str, answer: str) -> bool | None:
-        """Return whether an answer matches a JSON Schema; None if that can't be decided. Slow."""
+        """Return whether an answer matches a JSON Schema, or None if that can't be decided."""
         return self._setup.structured.matches_schema(schema, answer)
 
     def read_answer(self, params: SequenceParams, text: str, is_cut: bool) -> Reading:
-        """Parse an answer's whole text into its parts. Slow; safe on any thread."""
+        """Parse an answer's whole text into its parts, slowly, on any thread."""
         chat, reader = self._setup.chat, self._setup.reader
         assert reader is not None
         ending = params.prompt[-PREFIX_TOKENS:]
@@ -177,7 +177,6 @@ class GenerationEngine:
         return reader.read(params, text, prefix, calls, is_cut=is_cut)
 
     def step(self, plan: StepPlan) -> StepResult:
-        """Change the batch as planned, run a pass, and return the results."""
         sequences = self._sequences
         deltas = sequences.release(plan)
         if plan.clear_prefixes:
@@ -220,14 +219,12 @@ class GenerationEngine:
         return self.prefixes.routing_keys(adapter)
 
     def drop_adapter(self, number: int) -> None:
-        """Free an adapter, its sequences, and its KV in the prefix cache."""
         self._sequences.leave_adapter(number)
         self.prefixes.forget(number)
         self.adapters.drop(number)
         clear_cache()
 
     def nbytes(self) -> int:
-        """Count the bytes that this engine uses on the device."""
         weights = sum(array.nbytes for array in parameters(self._model))
         images = 0 if self._sight is None else self._sight.nbytes
         kept = self.prefixes.nbytes + self._drafts.nbytes + images

@@ -29,8 +29,6 @@ MAX_STEPS = 4096  # the most steps of one job
 
 @dataclass(slots=True)
 class _Node:
-    """A node of the tree of labels, for a beginning that labels share."""
-
     labels: list[int] = field(default_factory=list)  # labels that begin with the node's tokens
     ends: list[int] = field(default_factory=list)  # labels that are exactly the node's tokens
     next: dict[int, "_Node"] = field(default_factory=dict)  # children, by token
@@ -41,8 +39,7 @@ def prepare_questions(
 ) -> list[SequenceParams]:
     """Return the parameters of one sequence per step. Safe on any thread.
 
-    Raises BadRequest for a label without tokens, two labels with equal tokens, or too many steps.
-    Raises ContextLengthExceeded for a prompt that leaves no room for its label.
+    Raises BadRequest for empty, equal or too many labels, and ContextLengthExceeded.
     """
     head, rests, opening = encode_questions(job, chat)
     texts = [label for question in job.questions for label in question.labels]
@@ -105,8 +102,9 @@ def _too_long(limit: int, tokens: int, *, is_question: bool) -> ContextLengthExc
 def encode_questions(
     job: GenerateJob, chat: ChatTokenizer
 ) -> tuple[list[int], list[list[int]], str]:
-    """Return the ids that all questions' prompts share, the other ids of each prompt, and the text
-    before the answer. Callers' texts can't become control tokens.
+    """Return the ids that all prompts share, each prompt's other ids, and the text before answers.
+
+    Callers' texts can't become control tokens.
     """
     before, after = chat.render_questions(job)
     text = job.messages[-1]["content"]
@@ -130,8 +128,9 @@ def encode_questions(
 
 
 def encode_labels(labels: abc.Sequence[str], opening: str, chat: ChatTokenizer) -> list[list[int]]:
-    """Return the token ids of labels that follow the text `opening`. Labels can't become control
-    tokens.
+    """Return the token ids of labels that follow the text `opening`.
+
+    Labels can't become control tokens.
     """
     encoded = chat.controls.encode([[(label, True)] for label in labels])
     if not opening.endswith("\n"):
@@ -151,9 +150,7 @@ def _steps(
     eos_ids: abc.Collection[int],
     vocab_size: int,
 ) -> abc.Iterator[tuple[TokenIds, int, LabelStep]]:
-    """Yield the label, depth and step of each step, the root's first. The step's prompt ends with
-    the label's first `depth` tokens.
-    """
+    """Yield (label, depth, step): the step's prompt ends with `depth` tokens of the label."""
     root = _Node()
     for label, ids in enumerate(labels):
         if not ids or not all(0 <= token < vocab_size for token in ids):
@@ -186,7 +183,7 @@ def _steps(
 def score_labels(seqs: abc.Sequence[Sequence], logits: mx.array) -> list[Delta]:
     """Return each sequence's only delta, from the logits after its prompt, (rows, vocabulary)."""
     logits = logits.astype(mx.float32)
-    rows_of: list[int] = []  # the row of each requested logit
+    rows_of: list[int] = []
     tokens_of: list[int] = []
     for i, seq in enumerate(seqs):
         for tokens, _ in _step_of(seq).entries:

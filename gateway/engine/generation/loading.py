@@ -68,14 +68,14 @@ def read_chat_setup(
     formats: ChatFormats | None = None,
     shape: Shape | None = None,
     sandbox: Sandbox | None = None,
-    image_sandbox: Sandbox | None = None,  # None: the model takes no images
-    image_secret: bytes | None = None,  # the key for image ids; None: this process's key
+    image_sandbox: Sandbox | None = None,  # None turns images off
+    image_secret: bytes | None = None,  # the key for image ids
 ) -> ChatSetup:
     """Read a chat model's config, tokenizer and template, and prepare its grammars.
 
     `max_context` can only lower the model's limit, or set a missing one. `shape` tightens the JSON
-    Schemas of answers; generation_config.json fills its unset bounds. Takes seconds and doesn't use
-    MLX, so don't run it on the lane. Raises ModelLoadFailed.
+    Schemas of answers. Takes seconds and doesn't use MLX, so don't run it on the lane. Raises
+    ModelLoadFailed.
     """
     checkpoint, formats = open_checkpoint(name, files), formats or ChatFormats()
     with reading_tokenizer(checkpoint):
@@ -128,9 +128,7 @@ def read_chat_setup(
 def _find_reader(
     wrapper: TokenizerWrapper, chat: ChatTokenizer, formats: ChatFormats
 ) -> ResponseTemplate | None:
-    """Return a parser made from the checkpoint's `response_template`; None if another format parses
-    the answers.
-    """
+    """Return a parser made from `response_template`, or None if another format parses answers."""
     template = getattr(wrapper._tokenizer, "response_template", None)  # needs transformers 5.13
     sandbox = formats.template_sandbox
     is_known = chat.answers.reads_calls or chat.answers.reasoning.name != "none"
@@ -141,9 +139,7 @@ def _find_reader(
 
 
 def read_tokenizer(files: Path, *, name: str, chat_template: str | None) -> Any:
-    """Return a chat model's transformers tokenizer, with `chat_template` if that isn't None. Takes
-    seconds and doesn't use MLX. Raises ModelLoadFailed.
-    """
+    """Return a chat model's transformers tokenizer. Raises ModelLoadFailed."""
     _, wrapper = _read_tokenizer(open_checkpoint(name, files), files)
     if chat_template is not None:
         wrapper.chat_template = chat_template
@@ -173,7 +169,7 @@ def _read_tokenizer(
 
 @dataclass(frozen=True, slots=True)
 class DraftSetup:
-    """The checkpoint of a draft model for speculative decoding, and its limits."""
+    """Everything about a draft model except its weights."""
 
     checkpoint: Checkpoint | GgufCheckpoint
     vocab_size: int  # tokens that have embeddings
@@ -182,8 +178,9 @@ class DraftSetup:
 
 
 def read_draft_setup(files: Path, *, name: str, target: ChatSetup, numbers: Numbers) -> DraftSetup:
-    """Read the config and tokenizer of a draft model for `target`. Takes seconds and doesn't use
-    MLX. Raises ModelLoadFailed if the two models' vocabularies differ.
+    """Read the config and tokenizer of a draft model for `target`.
+
+    Raises ModelLoadFailed if the two vocabularies differ.
     """
     checkpoint = open_checkpoint(name, files)
     with reading_tokenizer(checkpoint):
@@ -208,17 +205,16 @@ def load_generation_in_steps(
     device: Device,
     numbers: Numbers,
     prefix_cache_bytes: int = 0,  # shared with the draft model
-    prefixes: PrefixPool | None = None,  # a pool shared with other models; None: a new one
+    prefixes: PrefixPool | None = None,  # a pool shared with other models
     speculate_rows: int = 0,  # the most rows of a batch that uses speculative decoding
     draft: DraftSetup | None = None,
-    share: RankShare | None = None,  # this rank's part; all ranks must make the same calls
+    share: RankShare | None = None,  # this rank's part of the model
     bounds: DeviceBounds | None = None,
     report: Report | None = None,  # gets weights that are dequantized because a kernel is missing
 ) -> Generator[GenerationEngine | None]:
     """Load a chat model, one slice of its weights per step. The last step yields the engine.
 
-    Run the steps on the lane; other work may run between them. To stop early, close the generator
-    on the lane. Raises ModelLoadFailed.
+    Run the steps, or close the generator early, on the lane. Raises ModelLoadFailed.
     """
     notes = [*setup.notes]
     model = yield from _read_model(

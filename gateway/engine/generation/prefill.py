@@ -46,17 +46,14 @@ def cut_prompt(start: int, end: int, *branches: int) -> list[int]:
 def plan_passes(prompts: abc.Sequence[abc.Sequence[int]]) -> list[list[int]]:
     """Return how many tokens each pass reads of each prompt, given the sizes of their pieces.
 
-    The prompt with the most pieces must come first. All prompts end in the last pass, so prompts
-    with fewer pieces join later.
+    The prompt with the most pieces must come first; prompts with fewer pieces join later.
     """
     passes = max(map(len, prompts))
     return [[pieces[-n] for pieces in prompts if len(pieces) >= n] for n in range(passes, 0, -1)]
 
 
 def take_prompts(prompts: Iterable[abc.Sequence[int]], budget: int) -> int:
-    """Return how many of the first prompts fit the budget of tokens, given the sizes of the
-    prompts' pieces. The first prompt always fits.
-    """
+    """Return how many of the first prompts fit the budget of tokens, but at least one."""
     # A padded pass costs its longest piece times its rows.
     rows: list[int] = []  # the rows of each pass, the last pass first
     widest: list[int] = []
@@ -116,7 +113,6 @@ class PrefillBatch:
         return [start + read for start, read in zip(self.starts, self.read, strict=True)]
 
     def read_on(self, sizes: abc.Sequence[int]) -> None:
-        """Run a pass that reads the next `sizes[i]` tokens of each sequence i."""
         batch: Any = self.lm_batch  # mlx-lm's batch is untyped
         if self.later and len(sizes) > len(batch):
             batch.extend(self.later.popleft())
@@ -159,7 +155,6 @@ class Prefill:
 
     @property
     def nbytes(self) -> int:
-        """Count the bytes of KV in the queue."""
         layers = [layer for batch in self._batches() for layer in batch.lm_batch.prompt_cache]
         return sum(int(layer.nbytes) for layer in layers)
 
@@ -172,7 +167,6 @@ class Prefill:
 
     @property
     def seqs(self) -> list[Sequence]:
-        """List all sequences in the queue, also those in batches."""
         seqs: list[Sequence] = []
         for entry in self._line:
             seqs += _rows(entry)
@@ -185,15 +179,13 @@ class Prefill:
             self._sight.clear(seqs)
 
     def hold(self, sequence_id: int, is_held: bool) -> None:
-        """Set whether a sequence is parked once its prompt is read. Ignore an unknown id."""
+        """Set whether a sequence is parked once its prompt is read."""
         for seq in self.seqs:
             if seq.id == sequence_id:
                 seq.is_held = is_held
 
     def drop(self, sequence_id: int) -> None:
-        """Drop a sequence. The other sequences of its batch, which have read nothing yet, queue
-        again.
-        """
+        """Drop a sequence, and queue the others of its batch, which have read nothing yet."""
         line: deque[Sequence | PrefillBatch] = deque()
         for entry in self._line:
             staying = [seq for seq in _rows(entry) if seq.id != sequence_id]
@@ -224,9 +216,7 @@ class Prefill:
         return None
 
     def read(self, batch: PrefillBatch, budget: int, encoding_s: float = math.inf) -> Pass:
-        """Read a batch's prompts, or a chunk of a single prompt; requeue the batch if any is left.
-        Images are encoded first, for up to `encoding_s` seconds.
-        """
+        """Encode images for up to `encoding_s` seconds, or read the prompts or a chunk of one."""
         encoding, recalled = None, 0
         if batch.sight is not None and batch.encoding is not None and not batch.is_read:
             encoding = self._encode(batch, batch.sight, batch.encoding, encoding_s)
@@ -262,7 +252,6 @@ class Prefill:
         return Pass(len(batch.seqs), is_encoding=True, encoded=done[0], recalled=done[1])
 
     def _plan(self, batch: PrefillBatch, budget: int) -> list[list[int]]:
-        """Return how many tokens each of the next passes reads of each prompt."""
         if len(batch.seqs) > 1:
             return plan_passes(batch.pieces)
         size = self._chunk_size(batch, self._bound_budget(batch.seqs[0], budget))
@@ -271,7 +260,6 @@ class Prefill:
         return [[size]]
 
     def _store(self, batch: PrefillBatch, count: int) -> None:
-        """Store the KV of a batch's first `count` sequences in the prefix cache."""
         for i, (seq, position) in enumerate(zip(batch.seqs[:count], batch.positions, strict=False)):
             cache, keys = batch.lm_batch.prompt_cache, seq.params.routing_keys
             seq.kept_tokens += self._prefixes.store(
@@ -296,7 +284,6 @@ class Prefill:
         ]
 
     def _bound_budget(self, seq: Sequence, budget: int) -> int:
-        """Return the token budget of a pass that includes this sequence."""
         if seq.scores_prompt:
             return min(budget, self._max_scored)
         return budget
@@ -333,9 +320,7 @@ class Prefill:
                     yield common
 
     def _is_alone(self, seq: Sequence, rest: int) -> bool:
-        """Return True if a sequence with `rest` tokens to read cannot share a batch."""
-        # mlx-lm cannot pad an empty row. A Scorer reads all rows from the beginning in the same
-        # passes, so none of its rows can stop at a block end.
+        # mlx-lm cannot pad an empty row, and a Scorer's rows cannot stop at their block ends.
         is_stopping = self._prefixes.needs_block_ends and seq.scores_prompt and rest >= BLOCK
         return not self.is_batched or seq.is_suspect or rest == 0 or is_stopping
 
@@ -377,9 +362,7 @@ class Prefill:
         return seqs
 
     def _take_known(self, seq: Sequence) -> list[Any]:
-        """Return the caches into which a prompt is read, and count their tokens in
-        `seq.cached_tokens`.
-        """
+        """Return caches to read a prompt into, and count their tokens in `seq.cached_tokens`."""
         # A suspect's whole prompt is read, because cached KV may have caused its fault.
         is_whole = seq.is_suspect or seq.scores_prompt
         seq.cached_tokens, caches = 0, None
@@ -426,9 +409,7 @@ class Prefill:
         return PromptProcessingBatch(model, ids, caches, prefill_step_size=max(budget, 1))
 
     def _chunk_size(self, batch: PrefillBatch, budget: int) -> int:
-        """Return how many tokens of a single prompt to read now. If states are cached, stop at the
-        next block end where they are useful.
-        """
+        """Return how many tokens of a single prompt to read now."""
         seq, position = batch.seqs[0], batch.positions[0]
         rest = len(batch.prompts[0]) - batch.read[0]
         size = min(max(1, budget), rest)
@@ -453,6 +434,5 @@ def _judges(entry: Sequence | PrefillBatch) -> bool:
 
 
 def _alike(one: Sequence, other: Sequence) -> bool:
-    """Return True if two sequences may share a batch."""
     ends = [(seq.params.max_tokens == 0, seq.params.step is None) for seq in (one, other)]
     return one.scores_prompt == other.scores_prompt and ends[0] == ends[1]

@@ -33,17 +33,17 @@ class ChatSetup:
     notes: Sequence[str] = ()
     verified: Verified = "no"
     reader: ResponseTemplate | None = None  # set if no built-in format parses the answers
-    images: ImageFormat | None = None  # None: the model reads only text
+    images: ImageFormat | None = None  # None if the model reads only text
 
     @property
     def reads_whole(self) -> bool:
-        """Return True if the checkpoint's `response_template` parses complete answers."""
         return self.reader is not None and self.reader.problem is None
 
 
 def prepare(job: GenerateJob, setup: ChatSetup) -> list[SequenceParams]:
-    """Return the parameters of a job's sequences: one per choice, or one per label step if the job
-    has questions. Safe on any thread. Raises BadRequest, ImageRefused or ContextLengthExceeded.
+    """Return the parameters of a job's sequences: one per choice or per label step.
+
+    Safe on any thread. Raises BadRequest, ImageRefused or ContextLengthExceeded.
     """
     chat = setup.chat
     if job.questions:
@@ -99,7 +99,6 @@ def prepare(job: GenerateJob, setup: ChatSetup) -> list[SequenceParams]:
 
 
 def _calls_are_text(job: GenerateJob, setup: ChatSetup) -> bool:
-    """Return True if calls are allowed but not separated from text."""
     if job.calling is None or job.calling.forced:
         return False
     return not setup.chat.answers.reads_calls or "tool_parser" in setup.unread_formats

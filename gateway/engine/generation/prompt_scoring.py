@@ -21,9 +21,7 @@ def max_scored_tokens(vocab_size: int) -> int:
 
 
 class Scorer:
-    """A model that also computes prompt logprobs. Its calls must cover the prompts from their first
-    tokens on.
-    """
+    """A model that also computes prompt logprobs, if called with all tokens of the prompts."""
 
     def __init__(self, model: Callable[..., mx.array], seqs: abc.Sequence[Sequence]) -> None:
         self._model = model

@@ -25,12 +25,12 @@ _LOG2_E: Final = math.log2(math.e)
 WINDOWS: Final = (64, 1024, 16_384)
 _P_WINDOW: Final = WINDOWS[1]  # these tokens nearly always have 0.95 of the probability
 # Tokens per block, for small and for large windows. The K greatest logits are in the K blocks with
-# the greatest maxima, so only these blocks are partitioned. On a CPU this takes 0.3 ms instead of
-# 2.8 (151,936 entries, K = 64).
+# the greatest maxima, so only these blocks are partitioned. This takes 0.3 ms instead of 2.8 on
+# a CPU (151,936 entries, K = 64).
 _LONG_BLOCK, _SHORT_BLOCK = 32, 16
 _SUMMED: Final = 128  # tokens per block in `_draw_from_all`
-# On a CPU, mlx takes three times as long for a maximum along the last axis. So the maximum of each
-# stretch of _STRETCH tokens is taken over a square array, first along the columns.
+# On a CPU, mlx takes three times as long for a maximum along the last axis. So the maximum of
+# _STRETCH tokens, a stretch, is taken over a square array, first along the columns.
 _SIDE: Final = 32
 _STRETCH: Final = _SIDE * _SIDE
 
@@ -62,8 +62,8 @@ class Adjustments:
                 self._bias[place] = bias
         if self._repels:
             for token in set(prompt):
-                if token < vocab_size:  # higher ids stand for images
-                    place = self._place(token)  # may replace the arrays, so it is called first
+                if token < vocab_size:
+                    place = self._place(token)  # may replace `_was_read`
                     self._was_read[place] = True
 
     def __len__(self) -> int:
@@ -81,8 +81,9 @@ class Adjustments:
             self._counts[place] += 1
 
     def changes(self) -> tuple[Floats, Floats, Floats]:
-        """Return a bias to add, a factor and a penalty to subtract, (n,) each, to apply in this
-        order. Positive logits are divided by the factor, others multiplied.
+        """Return a bias to add, a factor, and a penalty to subtract, (n,) each, in this order.
+
+        Positive logits are divided by the factor, others multiplied.
         """
         counts = self._counts[: len(self)]
         penalty = self._sampling.frequency_penalty * counts
@@ -147,7 +148,6 @@ class Sampler:
         return float((z ^ z >> 31) >> 40) / (1 << 24)
 
     def _smallest(self, least: int) -> int:
-        """Return the smallest window of at least `least` tokens."""
         return next(
             (size for size in WINDOWS if least <= size < self._vocab_size), self._vocab_size
         )
@@ -184,9 +184,7 @@ def adjust_logits(samplers: Sequence[Sampler], logits: mx.array) -> mx.array:
 
 
 def bar_tokens(logits: mx.array, tokens: Sequence[tuple[int, Collection[int]]]) -> mx.array:
-    """Return logits, (rows, vocabulary), with -inf for barred tokens. `tokens` has pairs of a row
-    and its barred ids.
-    """
+    """Return logits, (rows, vocabulary), with -inf for each (row, barred ids) in `tokens`."""
     vocab_size = logits.shape[-1]
     pairs = [(row, token) for row, barred in tokens for token in barred if token < vocab_size]
     if not pairs:
@@ -198,9 +196,7 @@ def bar_tokens(logits: mx.array, tokens: Sequence[tuple[int, Collection[int]]]) 
 
 
 def force_tokens(logits: mx.array, tokens: Sequence[tuple[int, int]]) -> mx.array:
-    """Return logits, (rows, vocabulary), that allow only one token in some rows. `tokens` has pairs
-    of a row and its token's id.
-    """
+    """Return logits, (rows, vocabulary), that allow only the token in each (row, token)."""
     pairs = [(row, token) for row, token in tokens if token < logits.shape[-1]]
     if not pairs:
         return logits
@@ -218,7 +214,6 @@ def keep_open(logits: mx.array, row: int, thinking: Thinking) -> mx.array:
     logits[row, stops] = -mx.inf
     close = thinking.closes_with
     if close is not None:
-        # The token that ends the thinking becomes at least as likely as the end of the answer was.
         logits[row, close] = mx.maximum(logits[row, close], end)
     return logits
 
@@ -232,9 +227,7 @@ class ChosenTokens:
 
 
 def choose(samplers: Sequence[Sampler], logits: mx.array, positions: Sequence[int]) -> ChosenTokens:
-    """Choose one token per row from adjusted logits, (rows, vocabulary). `positions` has each
-    token's position in its answer.
-    """
+    """Choose one token per row, at these positions, from adjusted logits, (rows, vocabulary)."""
     # Rows are grouped by window, so that a row's window doesn't depend on other rows.
     groups: dict[int, list[int]] = {}
     for row, sampler in enumerate(samplers):
@@ -309,7 +302,6 @@ def _draw_in_window(
     weights = mx.where(weights >= min_p, weights, 0)
     target = _column(uniforms) * mx.sum(weights, axis=-1, keepdims=True)
     place = _find_places(weights, target)
-    # Rows with NaN count as sure: a wider window would not help.
     return mx.take_along_axis(ids, place, axis=-1)[:, 0], mx.logical_not(in_window < nucleus)[:, 0]
 
 
@@ -325,8 +317,7 @@ def _find_places(weights: mx.array, target: mx.array) -> mx.array:
     """Return the first place, (rows, 1), where the cumulative sum of weights, (rows, n), exceeds
     the target.
     """
-    # A place with weight 0 is never chosen. If rounding keeps the sum below the target, the last
-    # place with a weight is chosen.
+    # A place with weight 0 is never chosen, even if rounding keeps the sum below the target.
     count = weights.shape[-1]
     place = mx.arange(count)
     is_past = mx.cumsum(weights, axis=-1) > target
@@ -360,8 +351,7 @@ def _likeliest_one(logits: mx.array) -> mx.array:
         return mx.argmax(logits, axis=-1)
     stretch = mx.argmax(_stretches(logits), axis=-1, keepdims=True)
     start = mx.minimum(stretch * _STRETCH, vocab_size - _STRETCH)
-    # Of two equal maxima, argmax returns the first. So if the last stretch is chosen, its maximum
-    # is not in the overlap.
+    # The last stretch is never chosen for a maximum in its overlap: argmax returns the first.
     inner = mx.take_along_axis(logits, start + mx.arange(_STRETCH, dtype=mx.uint32), axis=-1)
     return start[:, 0] + mx.argmax(inner, axis=-1)
 
@@ -394,7 +384,6 @@ def _likeliest(logits: mx.array, count: int) -> mx.array:
 
 
 def _column(values: Sequence[float]) -> mx.array:
-    """Return one number per row as an array, (rows, 1) float32."""
     return mx.array(list(values), dtype=mx.float32)[:, None]
 
 

@@ -1,6 +1,6 @@
 """A test of whether a model's sequences may be batched.
 
-Some of mlx-lm's architectures compute other logits in a batch than alone, without an error: for
+Some of mlx-lm's architectures compute other logits in a batch than alone, without an error. For
 example, padding leaks into a state.
 """
 
@@ -43,7 +43,6 @@ PADDED: Final = 4  # rows of the test that varies the padding
 CHUNK: Final = 256
 IMAGE_PLACE: Final = 3  # the index of the image's first token in its prompt
 IMAGE_SIZE: Final = (2, 4)  # the image's rows and columns of tokens
-# The verdict on a model whose caches mlx-lm cannot batch.
 ALONE: Final = Verdict(False, False, False, True, "its KV cache cannot be batched")
 LONGEST_WINDOW: Final = 8192  # longer windows are not tested
 
@@ -57,9 +56,9 @@ class _Row:
 
     prompt: Tokens
     answer: Tokens
-    reference: str = "those alone"  # a description of `expected`, for messages
-    expected: list[mx.array] = field(default_factory=list)  # logits of the row alone
-    logits: list[mx.array] = field(default_factory=list)  # logits of the trial
+    reference: str = "those alone"
+    expected: list[mx.array] = field(default_factory=list)
+    logits: list[mx.array] = field(default_factory=list)
     images: Images | None = None
 
     @property
@@ -74,8 +73,6 @@ class _Row:
 
 @dataclass(slots=True)
 class _Batch:
-    """Rows between two steps, with their caches."""
-
     rows: list[_Row]
     cache: list[Any]
 
@@ -106,7 +103,6 @@ class BatchSelfTest:
         yield self.verdict
 
     def steps(self) -> Steps:
-        """Run the test, one pass per step."""
         if not can_batch(self._model):
             self.verdict = ALONE
             return
@@ -158,7 +154,6 @@ class BatchSelfTest:
         self.verdict = replace(self.verdict, **findings)
 
     def _try(self, what: str, rows: Sequence[_Row], trial: Steps) -> Steps:
-        """Run a trial, compare each row's logits with the expected ones, and note the result."""
         for row in rows:
             row.logits = []
         try:
@@ -201,7 +196,6 @@ class BatchSelfTest:
             yield
 
     def _reader(self, rows: Sequence[_Row]) -> Any:
-        """Return a model that reads the prompts of these rows, with their images."""
         if self._sight is None or all(row.images is None for row in rows):
             return self._model
         reader = self._sight.reader(rows)
@@ -223,9 +217,7 @@ class BatchSelfTest:
         known: int = 0,
         model: Any = None,
     ) -> Generator[None, None, _Batch]:
-        """Read several prompts together, or a single one in chunks. The first prompt's first
-        `known` tokens are in its cache already.
-        """
+        """Read prompts; the first `known` tokens of the first one are in its cache already."""
         caches = caches or [make_batch_caches(self._model) for _ in rows]
         batch = PromptProcessingBatch(
             model or self._reader(rows), list(range(len(rows))), caches, prefill_step_size=1 << 30
@@ -238,7 +230,6 @@ class BatchSelfTest:
         return _Batch(rows, batch.prompt_cache)
 
     def _decode(self, batch: _Batch) -> Steps:
-        """Decode one token per row; drop the rows that are over."""
         inputs = [row.inputs[len(row.logits)] for row in batch.rows]
         found = self._launch_pass(inputs, batch.cache, batch.rows)
         for row, logits in zip(batch.rows, found, strict=True):
@@ -269,8 +260,7 @@ class BatchSelfTest:
 
     def _exchange_padding(self, padded: _Row) -> Steps:
         """Read short prompts beside a longer one twice, with different padding tokens."""
-        # Padding that leaks changes the first logits most. Both passes have the same shapes, so
-        # rounding is the same.
+        # Rounding is the same in both passes, because they have the same shapes.
         rows = [self._draw_tokens(LENGTHS[0]) for _ in range(PADDED)]
         rows.append(self._draw_tokens(LENGTHS[-1]))
         padding = mx.array(self._draw_tokens(LENGTHS[-1]).prompt[:-1])
@@ -292,7 +282,6 @@ class BatchSelfTest:
         yield from self._finish(batch)
 
     def _from_a_prefix(self, row: _Row, prefixes: PrefixCache) -> Steps:
-        """Read a block, cache its KV, and continue from the cached KV."""
         block = _Row([*row.prompt[:BLOCK], 0], [])
         read = yield from self._read([block])
         prefixes.store(row.prompt[:BLOCK], read.cache, 0)
@@ -337,20 +326,19 @@ def bound_of(dtype: mx.Dtype) -> float:
 
 
 def is_listed(model: Any) -> bool:
-    """Return True if a model's architecture is in EQUAL."""
     return architecture(type(model)) in EQUAL
 
 
 def _distance(expected: mx.array, logits: mx.array) -> float:
-    """Return the root mean square difference of logits, in standard deviations of `expected`; inf
-    for NaN. Entries that are not finite in `expected` are left out.
+    """Return the root mean square difference of logits, in standard deviations of `expected`.
+
+    Entries that are not finite in `expected` are left out.
     """
     is_number = mx.isfinite(expected)
     count = mx.maximum(is_number.sum(), 1)
     mean = mx.where(is_number, expected, 0).sum() / count
     variance = mx.where(is_number, mx.square(expected - mean), 0).sum() / count
     mean_square = mx.where(is_number, mx.square(expected - logits), 0).sum() / count
-    # `item` has no type in mlx's stubs.
     distance: Any = mx.sqrt(mean_square / mx.maximum(variance, 1e-12)).item()
     if math.isnan(distance):
         return math.inf
@@ -367,7 +355,6 @@ def window_of(model: Any, longest: int) -> int | None:
 
 
 def count_tokens(model: Any, longest: int) -> int:
-    """Return the length of the self-test's longest row, in tokens."""
     return max(window_of(model, longest) or 0, 2 * BLOCK) + LENGTHS[0] + ANSWER_TOKENS
 
 

@@ -46,7 +46,7 @@ class Sequence:
         self.kept_tokens = 0  # prompt tokens added to the prefix cache
         self.unkept_tokens = 0  # prompt tokens that the prefix cache had no room for
         self.kept_ends: list[int] = []  # positions at which states were cached while decoding
-        self.read_last = 0  # tokens that the last speculative pass read
+        self.read_last = 0
         self.stops_at_blocks = False  # True if passes end at block ends, where states are cached
         self.is_suspect = False  # True after a failed pass, until the sequence is read alone
         self.was_suspect = False  # True once the sequence has been a suspect
@@ -70,7 +70,6 @@ class Sequence:
 
     @property
     def adapter(self) -> int:
-        """Return the adapter's number, 0 for none."""
         if self.params.adapter is None:
             return 0
         return self.params.adapter.number
@@ -87,7 +86,6 @@ class Sequence:
         return params.echoed is not None and params.logprobs is not None and not self.tokens
 
     def add_prompt_score(self, token: int, scores: TokenScores) -> None:
-        """Append the logprobs of the prompt's next token."""
         assert self.params.echoed is not None
         text = self.params.echoed[len(self.prompt_logprobs) + 1]
         self.prompt_logprobs.append(scores.to_logprob(self._output.vocabulary, token, text))
@@ -116,7 +114,6 @@ class Sequence:
 
     @property
     def is_at_last(self) -> bool:
-        """Return True if the next token reaches the token limit."""
         return len(self.tokens) + 1 >= self.params.max_tokens
 
     @property
@@ -167,9 +164,7 @@ class Sequence:
         self.params = replace(self.params, max_tokens=min(max_tokens, self.params.max_tokens))
 
     def preempt(self) -> None:
-        """Prepare for reading all tokens again. A chosen token that is not appended yet will be
-        chosen again, with the same random number.
-        """
+        """Prepare for reading all tokens again; tokens not yet appended are chosen again."""
         self.cached_tokens = self.kept_tokens = 0
 
     def end_early(self) -> list[Delta]:
@@ -177,7 +172,6 @@ class Sequence:
         return self._deltas(self._output.finish(is_cut=True), "length", reasoned=False, tokens=0)
 
     def suspect(self, *, is_read_alone: bool) -> None:
-        """Prepare for reading the sequence again after a failed pass."""
         self.is_suspect = is_read_alone
         self.was_suspect = self.was_suspect or is_read_alone
         self.preempt()
@@ -192,14 +186,12 @@ class Sequence:
         return BoundRow(place, self.matcher, self._thinking.opens_with, self.barred)
 
     def forced(self, limit: int) -> list[int]:
-        """Return up to `limit` tokens that the grammar forces."""
         bound = self.bound(0)
         if bound is None:
             return []
         return bound.forced(self._ahead(limit))
 
     def _ahead(self, limit: int) -> int:
-        """Return how many speculative tokens the next pass may have, up to `limit`."""
         return min(limit, -len(self.context) % BLOCK) if self.stops_at_blocks else limit
 
     def certainty(self, token: int) -> TokenScores | None:
@@ -219,9 +211,7 @@ class Sequence:
         return room if budget is None else budget.room(room)
 
     def append(self, token: int) -> FinishReason | None:
-        """Append the next token. Return the finish reason if the token, not its text, ends the
-        answer.
-        """
+        """Append the next token; return the finish reason if the token itself ends the answer."""
         is_free = self._thinking.take(token)
         self.tokens.append(token)
         self.context.append(token)
@@ -236,9 +226,7 @@ class Sequence:
         return "length" if len(self.tokens) >= self.params.max_tokens else None
 
     def to_deltas(self, ended: FinishReason | None, scores: TokenScores | None) -> list[Delta]:
-        """Return the deltas of the newest token, with text that was held back. The last delta has
-        the finish reason if the answer ends.
-        """
+        """Return the deltas of the newest token, with text that was held back before."""
         if self._matcher is not None and self._matcher.error is not None:
             return [self.error_delta(f"its grammar broke: {self._matcher.error}")]
         token = self.tokens[-1]
@@ -269,7 +257,6 @@ class Sequence:
         tokens: int = 1,
     ) -> list[Delta]:
         ready = self._output.take_logprobs(is_last=ended is not None)
-        # The token count, logprobs and finish reason go with the last part.
         filled = [part for part in parts if part.text or part.reasoning or part.call]
         *first, last = filled or [OutputPart()]
         deltas = [
@@ -322,8 +309,9 @@ class Faults:
         return self._count >= FAULTS
 
     def blame(self, seqs: abc.Sequence[Sequence], error: Exception) -> Delta | None:
-        """Record the error of a pass, and prepare its sequences for being read again. If the only
-        sequence already was a suspect, return the delta that ends it instead.
+        """Record the error of a pass, and prepare its sequences for being read again.
+
+        If the only sequence already was a suspect, return the delta that ends it instead.
         """
         error = name_failure(error)
         fault = classify(error)
@@ -338,15 +326,12 @@ class Faults:
         return None
 
     def record(self, ids: abc.Sequence[int], fault: Fault, error: Exception) -> None:
-        """Record the error of a pass over these sequences. Several sequences become suspects,
-        unless memory ran out or compilation failed, since batching doesn't cause such errors.
-        """
+        """Record the error of a pass. If batching may be the cause, its sequences are suspects."""
         self._record(fault, f"{len(ids)} rows", error)
         if len(ids) > 1 and fault not in (Fault.PRESSURE, Fault.COMPILER):
             self._suspects.append(set(ids))
 
     def record_draft(self, error: Exception) -> None:
-        """Record the error of a draft model that is no longer used."""
         self._record(classify(error), "draft model, off now", name_failure(error))
 
     def _record(self, fault: Fault, where: str, error: Exception) -> None:
@@ -354,7 +339,6 @@ class Faults:
         self._untold.append(PassFault(fault, message))
 
     def clear_of_blame(self, seq: int) -> None:
-        """Record that a sequence succeeded alone."""
         for suspects in self._suspects:
             suspects.discard(seq)
         self._count += sum(1 for suspects in self._suspects if not suspects)

@@ -93,13 +93,11 @@ class Sequences:
 
     @property
     def decoding(self) -> int:
-        """Count the sequences that are decoding or wait to decode."""
         running = 0 if self._running is None else len(self._running.seqs)
         return running + len(self._queued)
 
     @property
     def nbytes(self) -> int:
-        """Count the bytes of the sequences' KV on the device."""
         batches = [self._running, *self._queued, *self._parked.values()]
         kv = sum(batch.nbytes for batch in batches if isinstance(batch, DecodeBatch))
         return kv + self._prefill.nbytes
@@ -126,7 +124,7 @@ class Sequences:
         for number in plan.resuming:
             self._resume(number)
             if number in plan.parking:
-                self._park(number)  # it stays parked after it is read again
+                self._park(number)
         self._drafts.allowed = plan.drafters
         return deltas
 
@@ -140,7 +138,6 @@ class Sequences:
         return seq
 
     def leave_adapter(self, adapter: int) -> None:
-        """Drop all sequences of an adapter."""
         self.synchronize()
         for seq in self._all():
             if seq.adapter == adapter:
@@ -148,7 +145,7 @@ class Sequences:
         self.synchronize()  # keeps the other sequences' error before memory is freed
 
     def leave(self, sequence_id: int) -> None:
-        """Drop a sequence in any state. Ignore an unknown id."""
+        """Drop a sequence in any state; ignore an unknown id."""
         self.synchronize()
         self._parked.pop(sequence_id, None)
         self._prefill.drop(sequence_id)
@@ -159,11 +156,11 @@ class Sequences:
         staying = [i for i, seq in enumerate(self._running.seqs) if seq.id != sequence_id]
         seqs = [self._running.seqs[i] for i in staying]
         fault = self._attempt(partial(self._keep, staying))
-        if fault is not None:  # the other sequences are read again
+        if fault is not None:
             self._untold += self._blame(seqs, fault)
 
     def _park(self, sequence_id: int) -> None:
-        """Pause a sequence and keep its KV. A sequence in prefill pauses once it is read."""
+        """Pause a sequence, once its prompt is read, and keep its KV."""
         self._prefill.hold(sequence_id, True)
         for batch in tuple(self._queued):
             if batch.seqs[0].id == sequence_id:
@@ -180,7 +177,6 @@ class Sequences:
                 return
 
     def _preempt(self, sequence_id: int) -> None:
-        """Pause a sequence and free its KV."""
         seq = self._find(sequence_id)
         if seq is not None:
             self.leave(sequence_id)
@@ -188,7 +184,7 @@ class Sequences:
             self._parked[sequence_id] = seq
 
     def _resume(self, sequence_id: int) -> None:
-        """Continue a sequence that was parked or preempted. Ignore an unknown id."""
+        """Continue a sequence that was parked or preempted."""
         self._prefill.hold(sequence_id, False)
         parked = self._parked.pop(sequence_id, None)
         if isinstance(parked, Sequence):
@@ -199,7 +195,6 @@ class Sequences:
             self._extend(parked)
 
     def _cap_tokens(self, sequence_id: int, max_tokens: int) -> list[Delta]:
-        """Lower an answer's token limit, and end the answer if it is that long already."""
         seq = self._find(sequence_id)
         if seq is None:
             return []
@@ -255,9 +250,7 @@ class Sequences:
     def _read_and_launch(
         self, running: DecodeBatch
     ) -> tuple[list[SequenceOutput], mx.array | None]:
-        """Return the tokens of the running step, and the logits of the next pass if that is
-        launched already.
-        """
+        """Return the running step's tokens, and the next pass's logits if it was launched."""
         running.check()
         running.keep_block_ends(self._prefixes)
         if not running.can_take_back:
@@ -306,9 +299,7 @@ class Sequences:
         return None
 
     def _decode_ahead(self, running: DecodeBatch, limit: int) -> list[Delta]:
-        """Read the running step's tokens, then launch a speculative pass. Forced tokens and drafts
-        depend on these tokens, so the pass can't be launched earlier.
-        """
+        """Read the running step's tokens, then launch a speculative pass, which depends on them."""
         drafts = running.drafts
         try:
             running.check()
@@ -438,7 +429,6 @@ class Sequences:
             self.apply_verdict(Verdict(rows=False))
 
     def _launch_next(self, running: DecodeBatch) -> mx.array:
-        """Launch the pass that reads the next tokens; return its logits, (rows, vocabulary)."""
         tokens, cache = running.tokens[:, None], running.cache
         return self._launch_pass(running.seqs, tokens, cache, under_way=running)[:, -1]
 
@@ -451,6 +441,7 @@ class Sequences:
         under_way: DecodeBatch | None = None,
     ) -> mx.array:
         """Launch the pass that reads tokens, (rows, n); return logits, (rows, n, vocabulary).
+
         `padding` counts the padding tokens at each row's end.
         """
         with (
