@@ -27,9 +27,7 @@ _Base: Any = _BaseCache  # untyped in mlx-lm
 
 
 class RowLengths:
-    """The number of tokens in each row. All layers share one object (`share_lengths`), so that
-    masks and positions are made once per pass.
-    """
+    """The number of tokens in each row; one object for all layers, which share its masks."""
 
     def __init__(self, counts: tuple[int, ...]) -> None:
         self.counts = counts
@@ -51,7 +49,6 @@ class RowLengths:
         return self._follow(("plus", tokens), (count + tokens for count in self.counts))
 
     def minus(self, tokens: tuple[int, ...]) -> "RowLengths":
-        """Return the lengths after `tokens[i]` tokens are removed from each row i."""
         counts = (count - gone for count, gone in zip(self.counts, tokens, strict=True))
         return self._follow(("minus", tokens), counts)
 
@@ -62,9 +59,8 @@ class RowLengths:
         return self._follow(("join", counts), (*self.counts, *counts))
 
     def indices(self, heads: int, tokens: int) -> tuple[mx.array, mx.array, mx.array]:
-        """Return where to write the next tokens: the row, head and place, (rows, heads, tokens)
-        each. A single flat index would exceed 32 bits for the largest buffers.
-        """
+        """Return the row, head and place of each new vector, (rows, heads, tokens) each."""
+        # A single flat index would exceed 32 bits for the largest buffers.
         if (heads, tokens) not in self._indices:
             row, head, _ = np.indices((len(self.counts), heads, tokens), np.int32)
             place = np.broadcast_to(self._places(tokens)[:, None], row.shape)
@@ -72,15 +68,13 @@ class RowLengths:
         return self._indices[heads, tokens]
 
     def _places(self, tokens: int) -> npt.NDArray[np.int32]:
-        # Computed on the host: on the device, every tiny operation would need a kernel.
         counts = np.array(self.counts, np.int32)
         return np.add.outer(counts, np.arange(tokens, dtype=np.int32))
 
     def mask(self, tokens: int, window: int | None, *, is_array: bool) -> mx.array | str | None:
         """Return the attention mask of the next tokens, (rows, 1, tokens, longest + tokens) bool.
 
-        If rows have equal lengths, there is no window and `is_array` is false, return "causal"
-        instead, or None for a single token.
+        Return "causal" or None instead if mlx-lm's models accept it.
         """
         if self.are_equal and window is None and not is_array:
             return "causal" if tokens > 1 else None
@@ -110,7 +104,6 @@ _shared: WeakValueDictionary[tuple[int, ...], RowLengths] = WeakValueDictionary(
 
 
 def share_lengths(counts: tuple[int, ...]) -> RowLengths:
-    """Return the RowLengths that all caches with these counts share."""
     lengths = _shared.get(counts)
     if lengths is None:
         lengths = _shared[counts] = RowLengths(counts)
@@ -120,8 +113,7 @@ def share_lengths(counts: tuple[int, ...]) -> RowLengths:
 class RaggedKVCache(_Base):  # type: ignore[misc]
     """The keys and values of one layer, with the interface of mlx-lm's batched caches.
 
-    `planes` are the keys and the values, (slots, heads, places, size) each. Row i is in slot i, and
-    free slots follow the rows.
+    `planes` are the keys and the values, (slots, heads, places, size) each. Row i is in slot i.
     """
 
     def __init__(self, counts: Sequence[int] = (0,)) -> None:
@@ -131,7 +123,6 @@ class RaggedKVCache(_Base):  # type: ignore[misc]
 
     @classmethod
     def of(cls, keys: mx.array, values: mx.array) -> "RaggedKVCache":
-        """Return a cache that contains these keys and values, (rows, heads, tokens, size)."""
         return cls().holding([keys, values])
 
     def holding(self, planes: Sequence[mx.array]) -> "RaggedKVCache":
@@ -146,7 +137,6 @@ class RaggedKVCache(_Base):  # type: ignore[misc]
         return RaggedKVCache(counts)
 
     def pack(self, keys: mx.array, values: mx.array) -> list[mx.array]:
-        """Return the keys and values of new tokens as planes."""
         return [keys, values]
 
     def unpack(self, planes: Sequence[mx.array]) -> tuple[Any, Any]:
@@ -176,7 +166,6 @@ class RaggedKVCache(_Base):  # type: ignore[misc]
         return sum(plane.nbytes for plane in self.planes)
 
     def size(self) -> int:
-        """Return the length of the longest row."""
         return self.lengths.longest
 
     def empty(self) -> bool:
@@ -216,7 +205,6 @@ class RaggedKVCache(_Base):  # type: ignore[misc]
         lengths: Sequence[int] | None = None,
         right_padding: Sequence[int] | None = None,
     ) -> None:
-        """Set how many of each row's next tokens are padding, at their end."""
         assert not left_padding
         self._padding = tuple(right_padding or ())
 
@@ -241,8 +229,7 @@ class RaggedKVCache(_Base):  # type: ignore[misc]
     def take_movers(self, rows: Sequence[int]) -> list[Mover] | None:
         """Copy the rows whose index changes when only `rows` are kept.
 
-        Return None if all rows have to be copied, because the order isn't that of `compact` or too
-        much memory would stay unused.
+        Return None if all rows have to be copied.
         """
         if self.empty():
             return []
@@ -267,7 +254,6 @@ class RaggedKVCache(_Base):  # type: ignore[misc]
             self._place(moved, place)
 
     def extend(self, other: "RaggedKVCache") -> None:
-        """Append the rows of another cache of the same layer."""
         first, joining_rows = len(self.lengths.counts), len(other.lengths.counts)
         self.lengths = self.lengths.join(other.lengths.counts)
         if not other.empty():
@@ -283,13 +269,11 @@ class RaggedKVCache(_Base):  # type: ignore[misc]
         return self.holding(self.copy_tokens(idx, 0, self.lengths.counts[idx]))
 
     def copy_tokens(self, row: int, start: int, stop: int) -> list[mx.array]:
-        """Return the planes of a row's tokens from `start` to `stop`, copied."""
         at = slice(row, row + 1), slice(None), slice(start, stop)
         return [copy_rows(plane[at]) for plane in self.planes]
 
     @classmethod
     def merge(cls, caches: Sequence["RaggedKVCache"]) -> "RaggedKVCache":
-        """Return one cache with the rows of several caches."""
         if len(caches) == 1:
             return copy.copy(caches[0])
         merged = caches[0].with_rows(())
@@ -310,13 +294,11 @@ class RaggedKVCache(_Base):  # type: ignore[misc]
         return twin
 
     def _used(self) -> list[mx.array]:
-        """Return the planes of the rows, up to the longest row's end."""
         assert self.planes
         at = slice(len(self.lengths.counts)), slice(None), slice(self.lengths.longest)
         return [plane[at] for plane in self.planes]
 
     def _reserve(self, like: Sequence[mx.array], rows: int, places: int) -> list[mx.array]:
-        """Return the planes, grown to `rows` rows of `places` tokens; new ones are like `like`."""
         buffers: Sequence[mx.array | None] = self.planes or [None] * len(like)
         return [
             _reserve(buffer, plane, rows, places)
@@ -329,9 +311,7 @@ class RaggedKVCache(_Base):  # type: ignore[misc]
 
 
 def filter_layers(layers: Sequence[Any], rows: Sequence[int]) -> None:
-    """Keep only these rows of a model's caches, in this order. In the order of `compact`, fewer
-    rows are copied.
-    """
+    """Keep only these rows of a model's caches, in this order, best that of `compact`."""
     ragged = [layer for layer in layers if isinstance(layer, RaggedKVCache)]
     movers = [layer.take_movers(rows) for layer in ragged]
     if any(movers):

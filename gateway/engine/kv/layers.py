@@ -35,7 +35,7 @@ class StatesCache(_Base):  # type: ignore[misc]
         return sum(array.nbytes for array in arrays if array is not None)
 
     def hold(self) -> None:
-        self.earlier = list(self.cache)  # no copies: a pass makes new arrays
+        self.earlier = list(self.cache)  # a pass makes new arrays
 
     def go_back(self, rows: Sequence[bool]) -> None:
         """Restore the earlier states of rows where `rows` is True, and release `earlier`."""
@@ -77,7 +77,6 @@ def _choose_rows(
 
 
 def can_batch(model: Any) -> bool:
-    """Return True if mlx-lm can batch this model's caches."""
     return all(hasattr(layer, "merge") for layer in make_prompt_cache(model))
 
 
@@ -114,16 +113,14 @@ def can_go_back(layers: Sequence[Any]) -> bool:
 
 
 def row_lengths(layers: Sequence[Any]) -> tuple[int, ...]:
-    """Return the number of tokens in each row. At least one cache must be plain."""
+    """Return the number of tokens in each row, from a plain cache."""
     plain = next(layer for layer in layers if isinstance(layer, RaggedKVCache))
     return plain.lengths.counts
 
 
 @contextmanager
 def padded(layers: Sequence[Any], width: int, padding: Sequence[int]) -> Iterator[None]:
-    """Make a context in which the model is called with `width` tokens per row. When it ends, the
-    last `padding[i]` tokens of each row i are removed.
-    """
+    """Prepare a pass of `width` tokens per row; remove each row's padding tokens afterwards."""
     if width > 1:
         windows: list[Any] = [layer for layer in layers if isinstance(layer, BatchRotatingKVCache)]
         for window in windows:
@@ -141,7 +138,6 @@ def padded(layers: Sequence[Any], width: int, padding: Sequence[int]) -> Iterato
 
 
 def hold_states(layers: Sequence[Any]) -> None:
-    """Keep the states that the next pass replaces, for a rollback."""
     for layer in layers:
         if isinstance(layer, StatesCache):
             layer.hold()
@@ -163,8 +159,9 @@ def _view(leaf: Any) -> Any:
 
 
 def go_back(layers: Sequence[Any], dropped: Sequence[int], read: Sequence[int]) -> None:
-    """Remove the last `dropped[i]` tokens of each row i, after a pass that read `read[i]` of its
-    tokens. If a layer has states, a row that drops any tokens drops all tokens of the pass.
+    """Remove the last `dropped[i]` of the `read[i]` tokens that a pass read of each row i.
+
+    If a layer has states, a row that drops any tokens drops all tokens of the pass.
     """
     states = [layer for layer in layers if isinstance(layer, StatesCache)]
     goes_back = [count > 0 for count in dropped]
@@ -179,6 +176,5 @@ def go_back(layers: Sequence[Any], dropped: Sequence[int], read: Sequence[int]) 
         if isinstance(layer, RaggedKVCache):
             layer.rewind(counts)
         elif isinstance(layer, BatchRotatingKVCache):
-            # Padding is removed in the same way.
             layer.prepare(lengths=[-count for count in counts], right_padding=counts)
             layer.finalize()

@@ -63,7 +63,7 @@ class PrefixPool:
         # first entry has no successors.
         self.entries: OrderedDict[Key, _Entry] = OrderedDict()
         self.growing: dict[Key, None] = {}  # states of running answers, the oldest first
-        self._buffers = buffers or KeptBuffers()  # counts the arrays of all pools on the device
+        self._buffers = buffers or KeptBuffers()
 
     def shrink(self) -> None:
         while self.nbytes > self.limit:
@@ -101,7 +101,7 @@ class PrefixCache:
 
     def __init__(
         self,
-        empty: Sequence[Any],  # the model's empty prompt cache
+        empty: Sequence[Any],
         pool: PrefixPool,
         states: int = 0,
     ) -> None:
@@ -127,7 +127,6 @@ class PrefixCache:
 
     @property
     def keeps_growing(self) -> bool:
-        """Return True if the pool has room for states of running answers."""
         return self.pool.limit >= MIN_SETS * self._states
 
     def count_known(self, tokens: Sequence[int], root: Root = ROOT) -> int:
@@ -135,14 +134,13 @@ class PrefixCache:
         return BLOCK * len(self._usable(tokens, root))
 
     def count_kept(self, tokens: Sequence[int], root: Root = ROOT) -> int:
-        """Count the prompt's first tokens whose blocks are cached. If states are missing after the
-        last block, this is more than `count_known` returns.
-        """
+        """Count the prompt's first tokens whose blocks are cached, with or without states."""
         return BLOCK * len(self._path(tokens, root))
 
     def take(self, tokens: Sequence[int], root: Root = ROOT) -> tuple[int, list[Any] | None]:
-        """Return how many first tokens need not be read, and a prompt cache with their KV; 0 and
-        None if there are none. Don't write to this prompt cache: merge it into a batch.
+        """Return how many first tokens need not be read, and a prompt cache with their KV, or None.
+
+        Don't write to this prompt cache: merge it into a batch.
         """
         path = self._usable(tokens, root)
         if not path:
@@ -174,11 +172,10 @@ class PrefixCache:
         *,
         is_growing: bool = False,
     ) -> int:
-        """Store the full blocks of `tokens`, which row `row` of the batch `layers` has read. Return
-        the number of tokens in new blocks.
+        """Store the full blocks of tokens that a row has read; return the number of new tokens.
 
         If the cache `needs_block_ends`, the tokens must end with a full block. `routed` has pairs
-        of a prefix's length and its routing key. Set `is_growing` for a running answer's tokens.
+        of a prefix's length and its routing key.
         """
         whole = len(tokens) - len(tokens) % BLOCK
         if not self.is_on or (self.needs_block_ends and whole < len(tokens)):
@@ -212,14 +209,13 @@ class PrefixCache:
         *,
         is_growing: bool = True,
     ) -> bool:
-        """Store the last block of `tokens` and the states after it; return True if these are new.
+        """Store the last block of `tokens` and the states after it; return True if they are new.
 
-        Nothing is stored if an earlier block is missing. If the states are new, the states after
-        the first n tokens are dropped for each n in `dropped`.
+        If they are new, the states after the first n tokens are dropped for each n in `dropped`.
         """
         path = self._path(tokens, root)
         if len(path) < len(tokens) // BLOCK - 1:
-            return False
+            return False  # an earlier block was evicted
         was_there = self._has_states(path, tokens)
         self.store(tokens, layers, row, root=root, is_growing=is_growing)
         path = self._path(tokens, root)
@@ -241,7 +237,6 @@ class PrefixCache:
         self._use(path)
 
     def forget(self, adapter: int) -> None:
-        """Drop all KV of an adapter."""
         gone = {number for root, number in self._roots.items() if root[0] == adapter}
         for key, block in sorted(self._entries.items(), key=lambda item: item[1].number):
             if key[0] in gone:  # the block before it is dropped
@@ -249,8 +244,9 @@ class PrefixCache:
                 self.pool.drop(key)
 
     def pieces(self, adapter: int = 0) -> list[PrefixPiece]:
-        """List an adapter's KV as pieces, the most recently used first. A piece is a run of blocks
-        without a fork: the prompts A B C and A B D give the pieces A B, C and D.
+        """List an adapter's KV as pieces, the most recently used first.
+
+        A piece is a run of blocks: the prompts A B C and A B D give the pieces A B, C and D.
         """
         following: dict[int, list[Key]] = defaultdict(list)
         for key, entry in self._entries.items():
@@ -282,8 +278,9 @@ class PrefixCache:
         return encode((tokens, [self._entries[key].layers for key in own], states))
 
     def put_piece(self, adapter: int, salt: str, content: bytes) -> bool:
-        """Store a piece as the least recently used entries, unless an earlier block is missing.
-        Return False if there is no room. Raises any exception for invalid content.
+        """Store a piece as the least recently used entries. Return False if there is no room.
+
+        Raises any exception for invalid content.
         """
         tokens, blocks, states = decode(content)
         arrays = _arrays([blocks, states])
@@ -327,7 +324,6 @@ class PrefixCache:
         return plain, [layer for layer, is_plain in pairs if not is_plain]
 
     def _path(self, tokens: Sequence[int], root: Root) -> list[Key]:
-        """List the keys of the cached blocks at the tokens' beginning."""
         path: list[Key] = []
         for start in range(0, len(tokens) - BLOCK + 1, BLOCK):
             key = (self._after(path, root), *tokens[start : start + BLOCK])
@@ -348,7 +344,6 @@ class PrefixCache:
         return path
 
     def _route(self, path: Sequence[Key], routed: Sequence[tuple[int, bytes]], root: Root) -> None:
-        """Note the block in which each routing key's prefix ends."""
         for end, name in routed:
             if 0 < end <= BLOCK * len(path):
                 self._routed[root, name] = path[(end - 1) // BLOCK]
@@ -383,9 +378,7 @@ class PrefixCache:
             self._use([key])
 
     def _put(self, key: Key, layers: Sequence[Any], path: list[Key], *, is_growing: bool) -> bool:
-        """Store layers under a key, and append the key to the path. Return False if there is no
-        room or a number isn't finite.
-        """
+        """Store layers and append their key to the path. Return False for NaN or lack of room."""
         arrays = [array for layer in layers for array in _arrays(layer)]
         nbytes = sum(array.nbytes for array in arrays) + _TOKEN_BYTES * len(key)
         while not self.pool.has_room(nbytes, len(arrays)):
@@ -422,12 +415,10 @@ def _extract(layer: Any, row: int) -> Any:
 
 
 def _join(empty: RaggedKVCache, pages: Sequence[Sequence[mx.array]]) -> RaggedKVCache:
-    """Return a layer's cache made from the planes of its blocks."""
     planes = zip(*pages, strict=True)
     return empty.holding([mx.concatenate(list(plane), axis=2) for plane in planes])
 
 
 def _arrays(layer: Any) -> list[mx.array]:
-    """List the arrays in a block's planes or in a layer's cache."""
     leaves: Any = tree_flatten(layer if isinstance(layer, list) else layer.state)
     return [leaf for _, leaf in leaves if isinstance(leaf, mx.array)]

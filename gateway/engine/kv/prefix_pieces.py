@@ -32,8 +32,7 @@ def follow(
     """Return the keys of a piece's blocks, given the first block's key.
 
     A piece ends at a fork, every PIECE_BYTES of its prompt, and at states near the prompt's end.
-    `place` counts the prompt's blocks before the piece, and `following` has the keys that follow
-    each block's number.
+    `place` counts the prompt's blocks before the piece.
     """
     most = max(1, PIECE_BYTES // kept[key].nbytes)
     run = [key]
@@ -58,7 +57,7 @@ def _is_near_end(
 
 
 def encode(piece: Piece) -> bytes:
-    """Encode a piece as bytes. Evaluates its arrays."""
+    """Encode a piece as bytes; evaluate its arrays."""
     tokens, *layers = piece
     arrays: list[mx.array] = []
 

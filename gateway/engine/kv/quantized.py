@@ -20,7 +20,7 @@ from gateway.errors import Fault
 # passes dequantize a layer's KV: packed attention would write 4 GB of scores for 2,048 tokens after
 # 32,768 (32 heads, 16 bits). Not tuned on Metal.
 MOST_PACKED: Final = 8
-_TRIED: Final = (1, 2, MOST_PACKED + 1)  # tokens per row of the trial passes
+_TRIED: Final = (1, 2, MOST_PACKED + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +33,7 @@ class Packing:
 
 
 class PackedKVCache(RaggedKVCache):
-    """The quantized KV of one layer. Its planes are codes, scales and biases, in which the heads of
-    the keys come before the heads of the values.
-    """
+    """The quantized KV of one layer: codes, scales and biases, with the keys' heads first."""
 
     def __init__(self, packing: Packing, counts: Sequence[int] = (0,)) -> None:
         super().__init__(counts)
@@ -47,8 +45,9 @@ class PackedKVCache(RaggedKVCache):
 
     @property
     def bits(self) -> int:
-        """Return the bits of the keys fetched last. Raises AttributeError if they are dequantized,
-        because mlx-lm's attention tests for it with `hasattr`.
+        """Return the bits of the keys fetched last. Raises AttributeError if they are dequantized.
+
+        mlx-lm's attention tests this with `hasattr`.
         """
         if not self._gives_packed:
             raise AttributeError("the keys fetched last are dequantized")
@@ -60,7 +59,6 @@ class PackedKVCache(RaggedKVCache):
 
     @property
     def unpacked_token_bytes(self) -> int:
-        """Count the bytes of one token's dequantized keys and values."""
         codes, scales, _ = self.planes
         return codes.shape[1] * codes.shape[3] * 32 // self._packing.bits * scales.dtype.size
 
@@ -137,7 +135,7 @@ def _choose_packing(checkpoint: Listing, layer: Any, bits: int) -> Packing | Non
 
 
 def _own_caches(model: Any) -> Callable[[], list[Any]]:
-    """Return a function that creates the caches which mlx-lm would create for a model."""
+    """Return the function with which mlx-lm makes a model's caches."""
     # A strong reference would make a cycle, because the model will refer to the function.
     kind: Any = type(model)
     plain: Any = KVCache  # untyped in mlx-lm
@@ -160,7 +158,6 @@ def _set_caches(
 def _read(
     model: Any, caches: list[Any], lengths: Sequence[int], *, is_evaluated: bool = False
 ) -> list[Any]:
-    """Run a pass of each of these lengths, in tokens; return the caches."""
     for length in lengths:
         logits = model(mx.zeros((1, length), dtype=mx.int32), cache=caches)
         if is_evaluated:
