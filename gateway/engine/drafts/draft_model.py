@@ -30,7 +30,7 @@ class _Follower:
     """The draft model's state of one sequence."""
 
     id: int
-    root: Root  # root of the prompt's blocks in the prefix cache
+    root: Root
     read: int = 0  # context tokens in the KV
     ahead: Sequence[int] = ()  # tokens of the last draft, in the KV after the context's
     drafted: int = 0  # tokens of the draft that is being verified
@@ -140,7 +140,7 @@ class DraftModel:
 
     def _join(self, joiner: DraftedSequence) -> None:
         _, salt = joiner.root
-        root = 0, salt  # this model has no adapters
+        root = 0, salt
         known, kept = self._prefixes.take(joiner.context[:-1], root)
         layers = batch_of_one(kept or make_batch_caches(self._model))
         if self._seqs:
@@ -151,9 +151,6 @@ class DraftModel:
         self._seqs.append(_Follower(joiner.id, root, known))
 
     def _take_back(self, contexts: Mapping[int, Sequence[int]]) -> None:
-        """Remove rejected draft tokens from the KV. At least one token of each context stays
-        unread.
-        """
         rests = [contexts[seq.id][seq.read :] for seq in self._seqs]
         chosen = [
             min(count_accepted(seq.ahead, rest), len(rest) - 1)
@@ -188,7 +185,6 @@ class DraftModel:
     def _generate(
         self, contexts: Mapping[int, Sequence[int]], length: int
     ) -> dict[int, Sequence[int]]:
-        """Return `length` greedily chosen tokens for every context, by sequence id."""
         feeds = [contexts[seq.id][seq.read :][:FEED] for seq in self._seqs]
         logits = self._read(self._cache, feeds)
         self._held = hold_layers(self._cache)

@@ -23,19 +23,18 @@ class DraftSource(Protocol):
     def nbytes(self) -> int: ...
 
     def is_due(self, sequence_id: int, context: Sequence[int]) -> bool:
-        """Return True if a sequence may get a draft now. May index new tokens of the context."""
+        """Return True if a sequence may get a draft now."""
 
     def draft(
         self, seqs: Mapping[int, DraftedSequence], rooms: Mapping[int, int]
     ) -> Mapping[int, Sequence[int]]:
-        """Return drafts of at most `rooms` tokens; a sequence may get none. `seqs` has all
-        sequences that may get drafts, and their contexts only grow between calls.
+        """Return drafts of at most `rooms` tokens; a sequence may get none.
+
+        A sequence's context only grows between calls.
         """
 
     def note(self, sequence_id: int, context: Sequence[int], accepted: int) -> bool:
-        """Note how many tokens of a draft were accepted; `context` includes them. Return False if
-        another source made the draft.
-        """
+        """Note how many draft tokens were accepted; return False if another source drafted them."""
 
     def keep(self, ids: Collection[int]) -> None:
         """Drop the state of all other sequences."""
@@ -65,7 +64,6 @@ class DraftPolicy:
         self.drafter: Drafter | None = None
 
     def count_ahead(self, seqs: Sequence[DraftedSequence], cache: Sequence[Any]) -> int:
-        """Return how many speculative tokens each sequence may have in the next pass."""
         if not 0 < len(seqs) <= self._rows or any(seq.was_suspect for seq in seqs):
             return 0
         if not can_go_back(cache):
@@ -119,7 +117,6 @@ class DraftPolicy:
             source.clear_prefixes()
 
     def forget(self) -> None:
-        """Drop the state of all sequences and prompts."""
         self.keep([])
         self.clear_prefixes()
 

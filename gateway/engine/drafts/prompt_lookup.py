@@ -43,9 +43,7 @@ class DraftedSequence(Protocol):
 
 
 class Patience:
-    """The wait for a sequence's next draft, which grows with each draft that is rejected whole. A
-    `length` is the context's, in tokens.
-    """
+    """The wait for a sequence's next draft; it grows with each draft that is rejected whole."""
 
     def __init__(self) -> None:
         self._wait = 0
@@ -55,7 +53,7 @@ class Patience:
         return length >= self._resumes_at
 
     def note(self, length: int, accepted: int) -> None:
-        """Note how many tokens of a draft were accepted; `length` includes them."""
+        """Note how many draft tokens were accepted; `length` is the context's, with them."""
         if accepted:
             self._wait = 0
         else:
