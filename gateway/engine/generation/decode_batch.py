@@ -240,7 +240,7 @@ class DecodeBatch:
     def settle(self) -> None:
         """Wait for the running step if the device reports errors late (`is_late`).
 
-        Call this before any  other launch, which would raise this step's error.
+        Call this before any other launch, which would raise this step's error in its place.
         """
         if is_late():
             self.wait()

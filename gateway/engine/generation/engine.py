@@ -160,7 +160,7 @@ class GenerationEngine:
         return prepare(job, self._setup)
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
-        """Compile a grammar, slowly, on any thread. Raises BadRequest if that fails."""
+        """Compile a grammar (slow; any thread). Raises BadRequest if that fails."""
         return self._setup.structured.compile(grammar)
 
     def matches_schema(self, schema: str, answer: str) -> bool | None:
@@ -168,7 +168,7 @@ class GenerationEngine:
         return self._setup.structured.matches_schema(schema, answer)
 
     def read_answer(self, params: SequenceParams, text: str, is_cut: bool) -> Reading:
-        """Parse an answer's whole text into its parts, slowly, on any thread."""
+        """Parse an answer's whole text into its parts (slow; any thread)."""
         chat, reader = self._setup.chat, self._setup.reader
         assert reader is not None
         ending = params.prompt[-PREFIX_TOKENS:]

@@ -208,7 +208,7 @@ def load_generation_in_steps(
     prefixes: PrefixPool | None = None,  # a pool shared with other models
     speculate_rows: int = 0,  # the most rows of a batch that uses speculative decoding
     draft: DraftSetup | None = None,
-    share: RankShare | None = None,  # this rank's part of the model
+    share: RankShare | None = None,  # this rank's part; all ranks must make the same calls
     bounds: DeviceBounds | None = None,
     report: Report | None = None,  # gets weights that are dequantized because a kernel is missing
 ) -> Generator[GenerationEngine | None]:

@@ -53,7 +53,7 @@ def plan_passes(prompts: abc.Sequence[abc.Sequence[int]]) -> list[list[int]]:
 
 
 def take_prompts(prompts: Iterable[abc.Sequence[int]], budget: int) -> int:
-    """Return how many of the first prompts fit the budget of tokens, but at least one."""
+    """Return how many of the first prompts, given as piece sizes, fit the budget; at least 1."""
     # A padded pass costs its longest piece times its rows.
     rows: list[int] = []  # the rows of each pass, the last pass first
     widest: list[int] = []
@@ -216,7 +216,10 @@ class Prefill:
         return None
 
     def read(self, batch: PrefillBatch, budget: int, encoding_s: float = math.inf) -> Pass:
-        """Encode images for up to `encoding_s` seconds, or read the prompts or a chunk of one."""
+        """Read several prompts, or a chunk of a single one.
+
+        Images are encoded first, for up to `encoding_s` seconds.
+        """
         encoding, recalled = None, 0
         if batch.sight is not None and batch.encoding is not None and not batch.is_read:
             encoding = self._encode(batch, batch.sight, batch.encoding, encoding_s)

@@ -23,7 +23,7 @@ _LOG2_E: Final = math.log2(math.e)
 # A window is the likeliest tokens, which alone are sorted for top_k and top_p. If none of these
 # sizes is enough, the whole vocabulary is sorted.
 WINDOWS: Final = (64, 1024, 16_384)
-_P_WINDOW: Final = WINDOWS[1]  # these tokens nearly always have 0.95 of the probability
+_P_WINDOW: Final = WINDOWS[1]  # nearly always enough for a top_p of 0.95
 # Tokens per block, for small and for large windows. The K greatest logits are in the K blocks with
 # the greatest maxima, so only these blocks are partitioned. This takes 0.3 ms instead of 2.8 on
 # a CPU (151,936 entries, K = 64).
@@ -196,7 +196,7 @@ def bar_tokens(logits: mx.array, tokens: Sequence[tuple[int, Collection[int]]]) 
 
 
 def force_tokens(logits: mx.array, tokens: Sequence[tuple[int, int]]) -> mx.array:
-    """Return logits, (rows, vocabulary), that allow only the token in each (row, token)."""
+    """Return logits, (rows, vocabulary), that allow only the given token in some rows."""
     pairs = [(row, token) for row, token in tokens if token < logits.shape[-1]]
     if not pairs:
         return logits
@@ -227,7 +227,10 @@ class ChosenTokens:
 
 
 def choose(samplers: Sequence[Sampler], logits: mx.array, positions: Sequence[int]) -> ChosenTokens:
-    """Choose one token per row, at these positions, from adjusted logits, (rows, vocabulary)."""
+    """Choose one token per row from adjusted logits, (rows, vocabulary).
+
+    `positions` are the tokens' indices in their answers.
+    """
     # Rows are grouped by window, so that a row's window doesn't depend on other rows.
     groups: dict[int, list[int]] = {}
     for row, sampler in enumerate(samplers):
@@ -398,8 +401,9 @@ class TopLogprobs:
 
 
 def score(logits: mx.array, tokens: mx.array, rows: Sequence[int], k: int) -> TopLogprobs:
-    """Return the logprobs of the chosen `tokens` and of the `k` likeliest tokens, for `rows` only:
-    the log-softmax of the adjusted logits, without temperature.
+    """Return the logprobs of the chosen `tokens` and of the `k` likeliest tokens, for `rows` only.
+
+    A logprob is the log-softmax of the adjusted logits, without temperature.
     """
     places = mx.array(list(rows))
     logits = logits[places].astype(mx.float32)

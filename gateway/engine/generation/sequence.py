@@ -50,7 +50,7 @@ class Sequence:
         self.stops_at_blocks = False  # True if passes end at block ends, where states are cached
         self.is_suspect = False  # True after a failed pass, until the sequence is read alone
         self.was_suspect = False  # True once the sequence has been a suspect
-        self.is_broken = False  # True if an error was raised by making the deltas
+        self.is_broken = False  # True if making the deltas raised an error
         self.is_held = False  # True if the sequence must not decode until it is resumed
         self._output = output
         self._eos_ids = eos_ids
@@ -164,7 +164,7 @@ class Sequence:
         self.params = replace(self.params, max_tokens=min(max_tokens, self.params.max_tokens))
 
     def preempt(self) -> None:
-        """Prepare for reading all tokens again; tokens not yet appended are chosen again."""
+        """Prepare for reading all tokens again; a token not yet appended is chosen again."""
         self.cached_tokens = self.kept_tokens = 0
 
     def end_early(self) -> list[Delta]:

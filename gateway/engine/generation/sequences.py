@@ -65,7 +65,7 @@ class Sequences:
         self._sight = sight
         self._prefill = Prefill(model, prefixes, max_scored, applied, pass_s, sight)
         self._running: DecodeBatch | None = None
-        self._queued: deque[DecodeBatch] = deque()  # single sequences that wait, if not batched
+        self._queued: deque[DecodeBatch] = deque()  # sequences that wait to decode alone, if not batched
         self._parked: dict[int, Sequence | DecodeBatch] = {}
         self._untold: list[Delta] = []  # last deltas of sequences that failed when another left
         self._may_batch = True  # False once a verdict forbids batches
