@@ -27,7 +27,7 @@ _Base: Any = _BaseCache  # untyped in mlx-lm
 
 
 class RowLengths:
-    """The number of tokens in each row; one object for all layers, which share its masks."""
+    """The number of tokens in each row. All layers share one object and its masks."""
 
     def __init__(self, counts: tuple[int, ...]) -> None:
         self.counts = counts
@@ -74,7 +74,7 @@ class RowLengths:
     def mask(self, tokens: int, window: int | None, *, is_array: bool) -> mx.array | str | None:
         """Return the attention mask of the next tokens, (rows, 1, tokens, longest + tokens) bool.
 
-        Return "causal" or None instead if mlx-lm's models accept it.
+        Return "causal", or None for one token, where that means the same to mlx-lm's models.
         """
         if self.are_equal and window is None and not is_array:
             return "causal" if tokens > 1 else None
@@ -311,7 +311,7 @@ class RaggedKVCache(_Base):  # type: ignore[misc]
 
 
 def filter_layers(layers: Sequence[Any], rows: Sequence[int]) -> None:
-    """Keep only these rows of a model's caches, in this order, best that of `compact`."""
+    """Keep only these rows of a model's caches, in this order; `compact` gives the cheapest order."""
     ragged = [layer for layer in layers if isinstance(layer, RaggedKVCache)]
     movers = [layer.take_movers(rows) for layer in ragged]
     if any(movers):
@@ -333,7 +333,7 @@ def compact(rows: Sequence[int]) -> list[int]:
 
 
 def copy_rows(array: mx.array) -> mx.array:
-    """Copy an array to a buffer of its size. A view would keep the whole batch's buffer alive."""
+    """Copy an array to a buffer of its own size. A view would keep the whole batch's buffer alive."""
     # `mx.contiguous` returns the view itself if the buffer is at most 16 KB larger.
     return mx.concatenate([array[:0], array])
 

@@ -1,8 +1,8 @@
 """The prefix cache: the KV of earlier prompts, in blocks.
 
-A block is identified by its tokens and the block before it. Before a prompt's first block stands a
-root. Each cache salt has its own root, so that callers learn nothing about the prompts of callers
-with another salt. Each adapter has its own root, because adapters change the KV.
+A block is identified by its tokens and the block before it; a prompt's first block follows a root.
+Each model and each adapter has its own root, because their KV differs. Each cache salt has its own
+root, so that callers learn nothing about prompts with another salt.
 
 Only plain KV can be split into blocks. Sliding windows and recurrent states, both called states
 below, are stored whole after some blocks. A prompt can continue only after such a block.
@@ -172,7 +172,7 @@ class PrefixCache:
         *,
         is_growing: bool = False,
     ) -> int:
-        """Store the full blocks of tokens that a row has read; return the number of new tokens.
+        """Store the full blocks of tokens that a row has read; return how many are new.
 
         If the cache `needs_block_ends`, the tokens must end with a full block. `routed` has pairs
         of a prefix's length and its routing key.

@@ -16,7 +16,7 @@ from mlx.utils import tree_map
 from gateway.engine.device import evaluate
 
 PIECE_BYTES: Final = 64 << 20  # approximate limit of a piece; copying this much takes some 20 ms
-NEAR: Final = 4  # a next prompt may lack the last blocks of this prompt, but fewer than these
+NEAR: Final = 4  # more than the last blocks that a conversation's next prompt may drop
 _LENGTH: Final = 8  # bytes of the header's length, an integer before the header
 _DTYPES: Final = {str(kind): kind for kind in vars(mx).values() if isinstance(kind, mx.Dtype)}
 
