@@ -34,7 +34,7 @@ class _Follower:
     read: int = 0  # context tokens in the KV
     ahead: Sequence[int] = ()  # tokens of the last draft, in the KV after the context's
     drafted: int = 0  # tokens of the draft that is being verified
-    length: int = _FIRST_LENGTH  # length of the next draft, as in transformers' "heuristic"
+    length: int = _FIRST_LENGTH  # next draft's length, on transformers' "heuristic" schedule
     patience: Patience = field(default_factory=Patience)
 
 

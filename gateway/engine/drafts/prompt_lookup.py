@@ -73,7 +73,7 @@ class PromptLookup:
         """Return up to `limit` tokens that may follow a context, which only grows between calls."""
         if limit < 1 or not self._patience.is_over(len(context)):
             return ()
-        # The last n-grams are not indexed yet, because the search would find them here.
+        # The last n-grams are not indexed yet, so that the search finds only earlier ones.
         until = max(self._indexed, min(len(context) - 1, self._indexed + _INDEXED_AT_ONCE))
         for end in range(self._indexed + 1, until + 1):
             for size in _GRAMS:
