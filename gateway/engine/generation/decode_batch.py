@@ -38,13 +38,11 @@ KEPT_ENDS: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class Doubt:
-    """Sequences whose tokens may have to be chosen again from `logits`, (rows, vocabulary). A row's
-    token is final where `is_sure`, (rows,) bool, is True.
-    """
+    """Sequences whose tokens may have to be chosen again, from `logits`, (rows, vocabulary)."""
 
     seqs: list[Sequence]
     logits: mx.array
-    is_sure: mx.array
+    is_sure: mx.array  # (rows,) bool: True where the token is final
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +51,7 @@ class AheadReading:
 
     inputs: list[list[int]]  # rows of equal length: tokens that the KV lacks, draft, padding
     drafts: list[abc.Sequence[int]]
-    padding: list[int]  # the number of padding tokens in each row
+    padding: list[int]
     places: list[int]  # inputs after which a token is chosen, as indices into the joined rows
 
 
@@ -67,7 +65,6 @@ Draft = Callable[
 def plan_reading(
     seqs: abc.Sequence[Sequence], lengths: abc.Sequence[int], limit: int, draft: Draft
 ) -> AheadReading:
-    """Plan a pass with up to `limit` speculative tokens per sequence."""
     feeds = [seq.context[length:] for seq, length in zip(seqs, lengths, strict=True)]
     drafts = draft(seqs, [limit + 1 - len(feed) for feed in feeds])
     inputs = [[*feed, *tokens] for feed, tokens in zip(feeds, drafts, strict=True)]
@@ -110,7 +107,7 @@ class DecodeBatch:
     doubts: list[Doubt]
     drafts: list[abc.Sequence[int]]
     late_error: Exception | None = None  # an error of the running step; `check` raises it
-    is_evaluated: bool = False  # True once the running step's results are there
+    is_evaluated: bool = False
 
     @property
     def may_go_on(self) -> bool:

@@ -73,7 +73,7 @@ class GenerationEngine:
             pass_s=(bounds or DeviceBounds()).pass_s,
             sight=sight,
         )
-        if kv_cost.constant and speculate_rows:  # a copy of the states is kept for rollback
+        if kv_cost.constant and speculate_rows:
             kv_cost = replace(kv_cost, draft=DraftCost(0, kv_cost.constant, speculate_rows))
         if draft_model is not None:
             kv_cost = draft_model.with_kv(kv_cost, speculate_rows)
@@ -146,7 +146,6 @@ class GenerationEngine:
             clear_cache()
 
     def apply_verdict(self, verdict: Verdict) -> None:
-        """Turn off the modes that failed a self-test."""
         self._sequences.apply_verdict(verdict)
 
     @unfused()

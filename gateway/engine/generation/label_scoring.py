@@ -24,7 +24,7 @@ from gateway.jobs import TokenIds
 from gateway.jobs.chat import Delta, GenerateJob, Judgement, Question
 from gateway.jobs.steps import LabelStep, SequenceParams
 
-MAX_STEPS = 4096  # the most steps of one job
+MAX_STEPS = 4096
 
 
 @dataclass(slots=True)

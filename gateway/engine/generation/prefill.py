@@ -93,10 +93,10 @@ class PrefillBatch:
     seqs: list[Sequence]
     lm_batch: PromptProcessingBatch | Alone
     prompts: list[list[int]]  # the tokens to read: no cached ones, and not the context's last one
-    pieces: list[list[int]]  # the sizes of each prompt's pieces
+    pieces: list[list[int]]
     starts: list[int]  # the number of cached tokens before each prompt
     later: deque[PromptProcessingBatch | Alone]  # batches that join in later passes
-    sight: Sight | None = None  # set if there are images
+    sight: Sight | None = None
     encoding: Iterator[None] | None = None  # encodes images, a part of a layer per `next`
     read: list[int] = field(init=False)  # the number of tokens read of each prompt
 
@@ -113,7 +113,7 @@ class PrefillBatch:
         return [start + read for start, read in zip(self.starts, self.read, strict=True)]
 
     def read_on(self, sizes: abc.Sequence[int]) -> None:
-        batch: Any = self.lm_batch  # mlx-lm's batch is untyped
+        batch: Any = self.lm_batch
         if self.later and len(sizes) > len(batch):
             batch.extend(self.later.popleft())
         reading = zip(self.prompts, self.read, sizes, strict=False)
@@ -147,7 +147,7 @@ class Prefill:
         self._groups = LayerGroups(pass_s)
         self._line: deque[Sequence | PrefillBatch] = deque()
         self._has_judged = False  # True if the last chunk was of label steps
-        self.is_batched = True  # whether sequences may be read together
+        self.is_batched = True
         self.is_plain = False  # True if mlx-lm's caches for one sequence are used
 
     def __len__(self) -> int:
@@ -328,7 +328,6 @@ class Prefill:
         return not self.is_batched or seq.is_suspect or rest == 0 or is_stopping
 
     def _cut(self, seq: Sequence, known: int) -> list[int]:
-        """Return the sizes of the pieces in which a prompt is read."""
         end = len(seq.context) - 1
         if not self._prefixes.needs_block_ends or seq.scores_prompt:
             return [end - known]

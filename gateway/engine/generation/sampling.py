@@ -28,7 +28,7 @@ _P_WINDOW: Final = WINDOWS[1]  # nearly always enough for a top_p of 0.95
 # the greatest maxima, so only these blocks are partitioned. This takes 0.3 ms instead of 2.8 on
 # a CPU (151,936 entries, K = 64).
 _LONG_BLOCK, _SHORT_BLOCK = 32, 16
-_SUMMED: Final = 128  # tokens per block in `_draw_from_all`
+_SUMMED: Final = 128
 # On a CPU, mlx takes three times as long for a maximum along the last axis. So the maximum of
 # _STRETCH tokens, a stretch, is taken over a square array, first along the columns.
 _SIDE: Final = 32
@@ -394,7 +394,7 @@ def _column(values: Sequence[float]) -> mx.array:
 class TopLogprobs:
     """Logprobs of some rows of a batch, still on the device."""
 
-    rows: Sequence[int]  # indices of the rows in the batch
+    rows: Sequence[int]
     chosen: mx.array  # (rows,): logprobs of the chosen tokens
     ids: mx.array  # (rows, k): the likeliest tokens, in descending order
     logprobs: mx.array  # (rows, k): logprobs of `ids`

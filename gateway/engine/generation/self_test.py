@@ -44,7 +44,7 @@ CHUNK: Final = 256
 IMAGE_PLACE: Final = 3  # the index of the image's first token in its prompt
 IMAGE_SIZE: Final = (2, 4)  # the image's rows and columns of tokens
 ALONE: Final = Verdict(False, False, False, True, "its KV cache cannot be batched")
-LONGEST_WINDOW: Final = 8192  # longer windows are not tested
+LONGEST_WINDOW: Final = 8192
 
 Tokens: TypeAlias = list[int]
 Steps: TypeAlias = Generator[None]
@@ -63,7 +63,6 @@ class _Row:
 
     @property
     def inputs(self) -> Tokens:
-        """Return the tokens that are decoded one by one."""
         return [self.prompt[-1], *self.answer]
 
     @property
@@ -94,7 +93,7 @@ class BatchSelfTest:
         self._bound = bound_of(dtype)
         self._vocab_size = vocab_size
         self._random = random.Random(0)
-        self.verdict = Verdict()  # the result so far
+        self.verdict = Verdict()
 
     def verdicts(self) -> Generator[Verdict]:
         """Run the test, one pass per step; yield the result so far."""

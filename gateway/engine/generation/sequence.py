@@ -76,12 +76,10 @@ class Sequence:
 
     @property
     def root(self) -> Root:
-        """Return the root of the prompt's blocks in the prefix cache."""
         return self.adapter, self.params.cache_salt
 
     @property
     def scores_prompt(self) -> bool:
-        """Return True if the prompt's logprobs are requested and not computed yet."""
         params = self.params
         return params.echoed is not None and params.logprobs is not None and not self.tokens
 
@@ -94,7 +92,6 @@ class Sequence:
         return Delta(self.index, id=self.id, error=error, is_out_of_memory=is_out_of_memory)
 
     def echo_delta(self) -> Delta:
-        """Return the only delta of a sequence with `max_tokens` 0."""
         try:
             prompt = self._echo()
         except ValueError as error:
@@ -349,6 +346,5 @@ class Faults:
         self._suspects = [suspects for suspects in self._suspects if seq not in suspects]
 
     def take(self) -> list[PassFault]:
-        """Return the errors recorded since the last call."""
         untold, self._untold = self._untold, []
         return untold

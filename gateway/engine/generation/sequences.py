@@ -55,7 +55,7 @@ class Sequences:
         pass_s: float | None,  # seconds; after a longer pass, the next is evaluated in parts
         sight: Sight | None = None,
     ) -> None:
-        self.last_pass = Pass()  # counts of the running pass, or of the last one
+        self.last_pass = Pass()
         self._model: Any = model
         self._answers, self._structured = setup.chat.answers, setup.structured
         self._vocab_size = setup.vocab_size
@@ -65,7 +65,7 @@ class Sequences:
         self._sight = sight
         self._prefill = Prefill(model, prefixes, max_scored, applied, pass_s, sight)
         self._running: DecodeBatch | None = None
-        self._queued: deque[DecodeBatch] = deque()  # sequences that wait to decode alone, if not batched
+        self._queued: deque[DecodeBatch] = deque()  # sequences that wait, if not batched
         self._parked: dict[int, Sequence | DecodeBatch] = {}
         self._untold: list[Delta] = []  # last deltas of sequences that failed when another left
         self._may_batch = True  # False once a verdict forbids batches
@@ -88,7 +88,6 @@ class Sequences:
 
     @property
     def reading(self) -> frozenset[int]:
-        """Return the ids of the sequences whose prompts are not fully read."""
         return frozenset(seq.id for seq in self._prefill.seqs)
 
     @property
@@ -184,7 +183,6 @@ class Sequences:
             self._parked[sequence_id] = seq
 
     def _resume(self, sequence_id: int) -> None:
-        """Continue a sequence that was parked or preempted."""
         self._prefill.hold(sequence_id, False)
         parked = self._parked.pop(sequence_id, None)
         if isinstance(parked, Sequence):
@@ -349,7 +347,6 @@ class Sequences:
         return choose_tokens(self._structured, running.seqs, running.cache, logits, reading.drafts)
 
     def synchronize(self) -> None:
-        """Wait for the running step, and keep its error until its tokens are read."""
         if self._running is not None:
             self._running.wait()
 
