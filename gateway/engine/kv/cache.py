@@ -133,14 +133,12 @@ class RaggedKVCache(_Base):  # type: ignore[misc]
         return cache
 
     def with_rows(self, counts: Sequence[int]) -> "RaggedKVCache":
-        """Return a cache of this class for rows of these lengths, without planes."""
         return RaggedKVCache(counts)
 
     def pack(self, keys: mx.array, values: mx.array) -> list[mx.array]:
         return [keys, values]
 
     def unpack(self, planes: Sequence[mx.array]) -> tuple[Any, Any]:
-        """Return the keys and values in the form that the model's attention takes."""
         keys, values = planes
         return keys, values
 
@@ -218,7 +216,6 @@ class RaggedKVCache(_Base):  # type: ignore[misc]
         self.lengths = self.lengths.minus(counts)
 
     def trim(self, n: int) -> int:
-        """Remove up to n tokens from the end of every row; return how many were removed."""
         n = min(n, *self.lengths.counts)
         self.rewind((n,) * len(self.lengths.counts))
         return n
@@ -311,7 +308,7 @@ class RaggedKVCache(_Base):  # type: ignore[misc]
 
 
 def filter_layers(layers: Sequence[Any], rows: Sequence[int]) -> None:
-    """Keep only these rows of a model's caches, in this order; `compact` gives the cheapest order."""
+    """Keep only these rows of a model's caches, in this order. Prefer that of `compact`."""
     ragged = [layer for layer in layers if isinstance(layer, RaggedKVCache)]
     movers = [layer.take_movers(rows) for layer in ragged]
     if any(movers):
@@ -333,7 +330,7 @@ def compact(rows: Sequence[int]) -> list[int]:
 
 
 def copy_rows(array: mx.array) -> mx.array:
-    """Copy an array to a buffer of its own size. A view would keep the whole batch's buffer alive."""
+    """Copy an array, because a view would keep the whole batch's buffer alive."""
     # `mx.contiguous` returns the view itself if the buffer is at most 16 KB larger.
     return mx.concatenate([array[:0], array])
 

@@ -86,7 +86,6 @@ def make_batch_caches(model: Any) -> list[Any]:
 
 
 def batch_of_one(layers: Sequence[Any]) -> list[Any]:
-    """Return a batch's caches made from one sequence's caches."""
     return [layer.merge([layer]) for layer in layers]
 
 
@@ -105,7 +104,6 @@ def for_batch(layer: Any) -> Any:
 
 
 def can_go_back(layers: Sequence[Any]) -> bool:
-    """Return True if rejected tokens can be rolled back in these caches."""
     kinds = RaggedKVCache, StatesCache, BatchRotatingKVCache
     # Only plain KV knows each row's number of tokens.
     has_lengths = any(isinstance(layer, RaggedKVCache) for layer in layers)

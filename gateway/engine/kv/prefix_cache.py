@@ -58,7 +58,7 @@ class PrefixPool:
         self.is_on = limit > 0  # never changes
         self.nbytes = 0
         self.numbers = count(1)  # numbers of blocks, which identify them
-        self.roots = count(0, -1)  # numbers of roots
+        self.roots = count(0, -1)
         # Least recently used first. A block comes before its predecessor in the prompt, so the
         # first entry has no successors.
         self.entries: OrderedDict[Key, _Entry] = OrderedDict()
@@ -74,7 +74,6 @@ class PrefixPool:
         return has_buffers and self.nbytes + nbytes <= self.limit
 
     def next_evicted(self, nbytes: int, *, is_growing: bool) -> Key | None:
-        """Return the key of the entry to evict first for `nbytes` more bytes."""
         growing = sum(self.entries[key].nbytes for key in self.growing)
         if not is_growing or growing + nbytes > GROWING_SHARE * self.limit:
             keys: Iterable[Key] = chain(self.growing, self.entries)
@@ -252,7 +251,7 @@ class PrefixCache:
         for key, entry in self._entries.items():
             if entry.owner is self and len(key) > 1:  # a block, not states
                 following[key[0]].append(key)
-        pieces: dict[Key, PrefixPiece] = {}  # each piece, by its first block's key
+        pieces: dict[Key, PrefixPiece] = {}
         starts: list[tuple[str, int, PrefixPiece | None, int]] = [
             (salt, root, None, 0) for (of, salt), root in self._roots.items() if of == adapter
         ]
