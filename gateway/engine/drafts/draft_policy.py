@@ -43,7 +43,6 @@ class DraftSource(Protocol):
 
 
 def count_ahead(rows: int) -> int:
-    """Return how many speculative tokens each of `rows` rows in a pass may have."""
     return min(MOST_AHEAD, MOST_TOKENS // rows - 1)
 
 
