@@ -163,7 +163,7 @@ class GenerationEngine:
         return self._setup.structured.compile(grammar)
 
     def matches_schema(self, schema: str, answer: str) -> bool | None:
-        """Return whether an answer matches a JSON Schema, or None if that can't be decided."""
+        """Return whether an answer matches a JSON Schema; None if undecided (slow; any thread)."""
         return self._setup.structured.matches_schema(schema, answer)
 
     def read_answer(self, params: SequenceParams, text: str, is_cut: bool) -> Reading:
