@@ -1,10 +1,8 @@
-"""Speculative decoding: a pass reads several tokens of a sequence, some of them before they have
-been chosen.
+"""Speculative decoding: one pass reads several tokens of a sequence before they are chosen.
 
-Some of these tokens are certain, because a grammar allows only one continuation. The others are a
-draft, that is, a guess. The pass returns the logits after each token of the draft, from which
-tokens are chosen as if they were decoded one by one. The draft is accepted up to its first token
-that differs from the chosen one, so a wrong draft costs time, but never changes an answer.
+Some of these tokens are forced by a grammar. The others are a draft, which is a guess. A draft is
+accepted up to its first token that differs from the token chosen there, so it never changes an
+answer.
 
 prompt_lookup  drafts copied from a sequence's context
 draft_model    drafts from a smaller model

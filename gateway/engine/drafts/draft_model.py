@@ -1,9 +1,5 @@
 """Drafts from a smaller model with the same vocabulary (speculative decoding, Leviathan et al.,
 2023, arxiv.org/abs/2211.17192).
-
-The draft model has its own batch, with the KV of the sequences' contexts. The context of a new
-sequence is read in chunks, and the sequence gets drafts once all of it is read. Rejected tokens are
-removed from the KV when the next draft is requested.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -24,30 +20,26 @@ from gateway.engine.models.kv_costs import measure_kv
 from gateway.jobs.steps import DraftCost, Drafter, KvCost
 
 MOST_AHEAD: Final = 7  # the most tokens per draft; a turn's memory estimate includes them
-CHUNK: Final = 512  # the most tokens, padding included, of a pass that reads long new contexts
+CHUNK: Final = 512  # the most tokens, with padding, of a pass that reads new contexts
 FEED: Final = MOST_AHEAD + 1  # the most context tokens per row that a draft's first pass reads
 _FIRST_LENGTH: Final = 4
 
 
 @dataclass(slots=True)
 class _Follower:
-    """The draft model's state of one sequence. The sequence's KV has `read` tokens of the context,
-    then `ahead`, the tokens of its last draft.
-    """
+    """The draft model's state of one sequence."""
 
     id: int
-    root: Root  # root of its prompt's blocks in the prefix cache
-    read: int = 0
-    ahead: Sequence[int] = ()
+    root: Root
+    read: int = 0  # context tokens in the KV
+    ahead: Sequence[int] = ()  # tokens of the last draft, in the KV after the context's
     drafted: int = 0  # tokens of the draft that is being verified
-    # The length of its next draft. It grows by two after a draft that was fully accepted and
-    # shrinks by one after any other, like transformers' "heuristic" schedule.
-    length: int = _FIRST_LENGTH
+    length: int = _FIRST_LENGTH  # next draft's length, on transformers' "heuristic" schedule
     patience: Patience = field(default_factory=Patience)
 
 
 class DraftModel:
-    """A draft model, and its KV for the sequences that it makes drafts for."""
+    """A draft model, and its KV of the sequences that get drafts."""
 
     name: Drafter = "draft_model"
     reads_images = False
@@ -62,25 +54,22 @@ class DraftModel:
     ) -> None:
         self._model = model
         self._vocab_size = vocab_size
-        # The limit is enforced here because MLX reads beyond an array's end without an error.
+        # MLX reads beyond an array's end without an error, so contexts are limited.
         self._longest = max_context - FEED
         self._prefixes = PrefixCache(make_prompt_cache(model), prefixes)
         self._seqs: list[_Follower] = []
         self._cache: list[Any] = []
-        # Copies of the caches that cannot drop tokens, made before the current drafts; by index.
+        # Copies, by layer index, of the caches that can't drop tokens, made before the drafts.
         self._held: dict[int, Any] = {}
 
     def with_kv(self, cost: KvCost, rows: int) -> KvCost:
-        """Return the KV cost of a sequence, `cost`, with this model's KV for up to `rows` sequences
-        added.
-        """
+        """Return a sequence's KV cost, with this model's KV for up to `rows` sequences added."""
         own, rows = measure_kv(self._model), rows + rows // SPARE
         held = 2 * (own.constant + sum(token * most for token, most in own.windows))
         return replace(cost, draft=DraftCost(own.token, cost.draft.states + held, rows))
 
     @property
     def nbytes(self) -> int:
-        """Count the bytes on the device: weights, KV and prefix cache."""
         weights = sum(array.nbytes for array in parameters(self._model))
         kv = cache_nbytes([*self._cache, *self._held.values()])
         return weights + kv + self._prefixes.nbytes
@@ -89,16 +78,12 @@ class DraftModel:
         self._prefixes.clear()
 
     def is_due(self, sequence_id: int, context: Sequence[int]) -> bool:
-        """Return True if a sequence may get a draft: its context isn't too long, and it needn't
-        wait after a rejected draft.
-        """
         if len(context) > self._longest:
             return False
         seq = self._find(sequence_id)
         return seq is None or seq.patience.is_over(len(context))
 
     def keep(self, ids: Collection[int]) -> None:
-        """Drop the KV of all other sequences."""
         staying = [i for i, seq in enumerate(self._seqs) if seq.id in ids]
         if not staying:
             self._seqs, self._cache, self._held = [], [], {}
@@ -112,9 +97,6 @@ class DraftModel:
     def draft(
         self, seqs: Mapping[int, DraftedSequence], rooms: Mapping[int, int]
     ) -> dict[int, Sequence[int]]:
-        """Return drafts with at most as many tokens as `rooms` allows. A sequence whose prompt is
-        still being read gets none.
-        """
         contexts = {
             number: seq.context for number, seq in seqs.items() if len(seq.context) <= self._longest
         }
@@ -131,7 +113,7 @@ class DraftModel:
         if not due:
             return {}
         self._catch_up(contexts)
-        # A sequence with more tokens left to read than FEED gets no draft this time.
+        # A sequence with more than FEED tokens left to read gets no draft this time.
         ready = [seq for seq in self._seqs if len(contexts[seq.id]) - seq.read <= FEED]
         lengths = {seq.id: min(seq.length, rooms[seq.id]) for seq in ready if seq.id in due}
         if not lengths:
@@ -157,9 +139,8 @@ class DraftModel:
         return next((seq for seq in self._seqs if seq.id == sequence_id), None)
 
     def _join(self, joiner: DraftedSequence) -> None:
-        """Add a sequence, with the KV of its prompt that the prefix cache has."""
         _, salt = joiner.root
-        root = 0, salt  # this model has no adapters
+        root = 0, salt
         known, kept = self._prefixes.take(joiner.context[:-1], root)
         layers = batch_of_one(kept or make_batch_caches(self._model))
         if self._seqs:
@@ -170,9 +151,6 @@ class DraftModel:
         self._seqs.append(_Follower(joiner.id, root, known))
 
     def _take_back(self, contexts: Mapping[int, Sequence[int]]) -> None:
-        """Remove rejected draft tokens from the KV. At least one token of each context stays
-        unread.
-        """
         rests = [contexts[seq.id][seq.read :] for seq in self._seqs]
         chosen = [
             min(count_accepted(seq.ahead, rest), len(rest) - 1)
@@ -192,7 +170,7 @@ class DraftModel:
         self._held = {}
 
     def _catch_up(self, contexts: Mapping[int, Sequence[int]]) -> None:
-        """If any sequence has more than FEED tokens left to read, read a chunk of each sequence."""
+        """Read a chunk of each sequence if any has more than FEED tokens left to read."""
         behind = max(len(contexts[seq.id]) - seq.read for seq in self._seqs)
         if behind <= FEED:
             return
@@ -207,7 +185,6 @@ class DraftModel:
     def _generate(
         self, contexts: Mapping[int, Sequence[int]], length: int
     ) -> dict[int, Sequence[int]]:
-        """Return `length` greedily chosen tokens for every context, by sequence id."""
         feeds = [contexts[seq.id][seq.read :][:FEED] for seq in self._seqs]
         logits = self._read(self._cache, feeds)
         self._held = hold_layers(self._cache)

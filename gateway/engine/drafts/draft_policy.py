@@ -1,5 +1,5 @@
-"""The policy of speculative decoding: how many tokens a pass may read speculatively, and where
-drafts come from. Prompt lookup is asked first, since it is free, then the draft model.
+"""The policy of speculative decoding: how many tokens a pass may read ahead, and where drafts come
+from.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -10,68 +10,59 @@ from gateway.engine.drafts.prompt_lookup import DraftedSequence, LookupDrafter
 from gateway.engine.kv.layers import can_go_back
 from gateway.jobs.steps import DRAFTERS, Drafter
 
-# The most tokens of a speculative pass, over all rows. On a CPU, a pass of 8 tokens takes 1.5 times
-# as long as a pass of 1 token.
-MOST_TOKENS: Final = 16
+MOST_TOKENS: Final = 16  # the most tokens of a speculative pass, over all rows
 
 
 class DraftSource(Protocol):
-    """A source of drafts. Sequences are identified by their ids."""
+    """A source of drafts."""
 
     name: Drafter
     reads_images: bool  # False: sequences with images get no drafts
 
     @property
-    def nbytes(self) -> int:
-        """Return the bytes on the device: weights, KV and prefix cache."""
+    def nbytes(self) -> int: ...
 
     def is_due(self, sequence_id: int, context: Sequence[int]) -> bool:
-        """Return True if a sequence may get a draft now. The call may also index new tokens of the
-        sequence's context.
-        """
+        """Return True if a sequence may get a draft now."""
 
     def draft(
         self, seqs: Mapping[int, DraftedSequence], rooms: Mapping[int, int]
     ) -> Mapping[int, Sequence[int]]:
-        """Return drafts with at most as many tokens as `rooms` allows; a sequence may get none.
-        `seqs` has all sequences that may get drafts. Their contexts only grow between calls.
+        """Return drafts of at most `rooms` tokens; a sequence may get none.
+
+        A sequence's context only grows between calls.
         """
 
     def note(self, sequence_id: int, context: Sequence[int], accepted: int) -> bool:
-        """Note how many tokens of a draft were accepted; `context` includes them. Return False if
-        another source made the draft.
-        """
+        """Note how many draft tokens were accepted; return False if another source drafted them."""
 
     def keep(self, ids: Collection[int]) -> None:
         """Drop the state of all other sequences."""
 
-    def clear_prefixes(self) -> None:
-        """Drop the KV in the prefix cache."""
+    def clear_prefixes(self) -> None: ...
 
 
 def count_ahead(rows: int) -> int:
-    """Return how many speculative tokens each of `rows` rows in a pass may have."""
     return min(MOST_AHEAD, MOST_TOKENS // rows - 1)
 
 
 class DraftPolicy:
-    """Speculative decoding. Batches of more than `rows` sequences are decoded without it."""
+    """The policy of one model. Batches of more than `rows` sequences don't use speculation."""
 
     def __init__(
         self, rows: int, model: DraftModel | None, on_fault: Callable[[Exception], None]
     ) -> None:
         self._rows = rows
         self._on_fault = on_fault
-        # Sources in the order in which they are asked.
+        # Sources in the order in which they are asked: prompt lookup costs least.
         self.sources: list[DraftSource] = [LookupDrafter()]
         if model is not None:
             self.sources.append(model)
         self.allowed: Collection[Drafter] = DRAFTERS
-        # The source of all drafts in the running pass; None without drafts, or with two sources.
+        # The source of the running pass's drafts; None if there are no drafts or two sources.
         self.drafter: Drafter | None = None
 
     def count_ahead(self, seqs: Sequence[DraftedSequence], cache: Sequence[Any]) -> int:
-        """Return how many speculative tokens each sequence may have in the next pass."""
         if not 0 < len(seqs) <= self._rows or any(seq.was_suspect for seq in seqs):
             return 0
         if not can_go_back(cache):
@@ -81,7 +72,7 @@ class DraftPolicy:
         return 0
 
     def draft(self, seqs: Sequence[DraftedSequence], rooms: Sequence[int]) -> list[Sequence[int]]:
-        """Return a draft for each sequence, which may be empty, of at most `rooms` tokens each."""
+        """Return a draft of at most `rooms[i]` tokens for each sequence i; it may be empty."""
         drafting = {seq.id: seq for seq in seqs if seq.room(1)}
         free = {seq.id: seq.room(room) for seq, room in zip(seqs, rooms, strict=True)}
         drafts: dict[int, Sequence[int]] = {}
@@ -95,8 +86,7 @@ class DraftPolicy:
             is_due = any(source.is_due(seq.id, seq.context) for seq in due.values())
             if max(rooms) < 1 or not is_due:
                 continue
-            # Sequences that have a draft already are passed too, so that the source can follow
-            # their contexts.
+            # Sequences that have a draft are passed too, so that the source sees their contexts.
             lengths = {number: 0 if number in drafts else free[number] for number in due}
             try:
                 new_drafts = source.draft(due, lengths)
@@ -113,7 +103,6 @@ class DraftPolicy:
         return [drafts.get(seq.id, ()) for seq in seqs]
 
     def note(self, seq: DraftedSequence, accepted: int) -> None:
-        """Note how many tokens of a sequence's draft were accepted; its context includes them."""
         for source in self.sources:
             if source.note(seq.id, seq.context, accepted):
                 return
@@ -127,12 +116,10 @@ class DraftPolicy:
             source.clear_prefixes()
 
     def forget(self) -> None:
-        """Drop the state of all sequences and prompts."""
         self.keep([])
         self.clear_prefixes()
 
     def keep(self, seqs: Sequence[DraftedSequence]) -> None:
-        """Drop the state of all other sequences."""
         ids = {seq.id for seq in seqs}
         for source in self.sources:
             source.keep(ids)

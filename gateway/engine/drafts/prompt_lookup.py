@@ -1,6 +1,7 @@
-"""Drafts copied from a sequence's context: if its last tokens occur earlier, in the prompt or in
-the answer, the tokens that followed them there are the draft (prompt lookup decoding, Saxena, 2023,
+"""Drafts copied from a sequence's context (prompt lookup decoding, Saxena, 2023,
 github.com/apoorvumang/prompt-lookup-decoding).
+
+If the context's last tokens occur earlier, the tokens that followed them there are the draft.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -12,12 +13,12 @@ from gateway.jobs.images import FIRST_IMAGE_ID
 from gateway.jobs.steps import Drafter
 
 _GRAMS: Final = (3, 2)  # lengths of the n-grams that are searched for, in this order
-_INDEXED_AT_ONCE: Final = 4096  # the most tokens indexed per call: this blocks the lane for 4 ms
+_INDEXED_AT_ONCE: Final = 4096  # the most tokens indexed per call, which takes 4 ms
 _LONGEST_WAIT: Final = 64  # the most tokens to wait after a rejected draft
 
 
 def count_accepted(draft: Sequence[int], chosen: Sequence[int]) -> int:
-    """Count the tokens at the draft's beginning that equal those in `chosen`."""
+    """Count the draft's first tokens that equal those in `chosen`."""
     pairs = zip(draft, chosen, strict=False)
     return next((i for i, (one, other) in enumerate(pairs) if one != other), len(draft))
 
@@ -30,36 +31,29 @@ class DraftedSequence(Protocol):
     was_suspect: bool
 
     @property
-    def has_images(self) -> bool:
-        """Return True if its prompt has images."""
+    def has_images(self) -> bool: ...
 
     @property
-    def root(self) -> Root:
-        """Return the root of its prompt's blocks in the prefix cache."""
+    def root(self) -> Root: ...
 
     @property
-    def matcher(self) -> object | None:
-        """Return the matcher that its next token must satisfy, if any."""
+    def matcher(self) -> object | None: ...
 
-    def room(self, limit: int) -> int:
-        """Return the most tokens that a draft may have, up to `limit`."""
+    def room(self, limit: int) -> int: ...
 
 
 class Patience:
-    """Decides when a sequence gets its next draft. After each draft of which nothing was accepted,
-    the sequence waits for more new tokens than before. A `length` is the context's, in tokens.
-    """
+    """The wait for a sequence's next draft; it grows with each draft that is rejected whole."""
 
     def __init__(self) -> None:
         self._wait = 0
         self._resumes_at = 0
 
     def is_over(self, length: int) -> bool:
-        """Return True if the next draft may be made at this length."""
         return length >= self._resumes_at
 
     def note(self, length: int, accepted: int) -> None:
-        """Note how many tokens of a draft were accepted; `length` includes them."""
+        """Note how many draft tokens were accepted; `length` is the context's, with them."""
         if accepted:
             self._wait = 0
         else:
@@ -79,7 +73,7 @@ class PromptLookup:
         """Return up to `limit` tokens that may follow a context, which only grows between calls."""
         if limit < 1 or not self._patience.is_over(len(context)):
             return ()
-        # The n-grams at the context's end are not indexed yet: the search would find these.
+        # The last n-grams are not indexed yet, so that the search finds only earlier ones.
         until = max(self._indexed, min(len(context) - 1, self._indexed + _INDEXED_AT_ONCE))
         for end in range(self._indexed + 1, until + 1):
             for size in _GRAMS:
@@ -93,12 +87,11 @@ class PromptLookup:
         return ()
 
     def note(self, context: Sequence[int], accepted: int) -> None:
-        """Note how many tokens of a draft were accepted; the context includes them."""
         self._patience.note(len(context), accepted)
 
 
 class LookupDrafter:
-    """Prompt lookup for the sequences of a batch, as a DraftSource."""
+    """The draft source that uses prompt lookup."""
 
     name: Drafter = "prompt_lookup"
     reads_images = True  # it only compares ids, and images have ids too
@@ -106,7 +99,7 @@ class LookupDrafter:
 
     def __init__(self) -> None:
         self._lookups: dict[int, PromptLookup] = {}
-        # Ids of the sequences whose last draft came from prompt lookup.
+        # Sequences whose last draft came from prompt lookup.
         self._drafted: set[int] = set()
 
     def is_due(self, sequence_id: int, context: Sequence[int]) -> bool:

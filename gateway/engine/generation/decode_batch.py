@@ -1,4 +1,4 @@
-"""The batch of decoding sequences between two steps, and the outputs of a step."""
+"""The batch of decoding sequences, and the outputs of a decode step."""
 
 import copy
 from collections import abc
@@ -31,49 +31,40 @@ from gateway.engine.kv.prefix_cache import BLOCK, PrefixCache
 from gateway.jobs.chat import Delta, FinishReason
 from gateway.jobs.steps import Drafter, Pass
 
-# The most block ends of an answer at which states are cached, so that the next prompt can continue
-# from one of them: the last two, and two further back, the oldest four to seven blocks back. Older
-# ones are needed because the next prompt may differ from the answer's last tokens: a template may
-# strip an answer, change its end, or write its calls differently.
+# The most block ends of an answer at which states are cached. The next prompt may continue from an
+# older one, because a template may strip an answer or change its end.
 KEPT_ENDS: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Doubt:
-    """Sequences whose tokens may have to be chosen again from `logits`, (rows, vocabulary). Tokens
-    are final where `is_sure`, (rows,) bool, is True; it may not be evaluated yet.
-    """
+    """Sequences whose tokens may have to be chosen again, from `logits`, (rows, vocabulary)."""
 
     seqs: list[Sequence]
     logits: mx.array
-    is_sure: mx.array
+    is_sure: mx.array  # (rows,) bool: True where the token is final
 
 
 @dataclass(frozen=True, slots=True)
 class AheadReading:
-    """The input of a speculative pass. Each row of `inputs` has the tokens that its KV lacks, its
-    draft, and padding. `places` are the inputs after which a token is chosen, as indices into all
-    rows put end to end.
-    """
+    """The input of a speculative pass."""
 
-    inputs: list[list[int]]
+    inputs: list[list[int]]  # rows of equal length: tokens that the KV lacks, draft, padding
     drafts: list[abc.Sequence[int]]
     padding: list[int]
-    places: list[int]
+    places: list[int]  # inputs after which a token is chosen, as indices into the joined rows
 
 
-# Logprobs that are still on the device, and the sequence of each of their rows; None for a row
-# whose logprobs must not be used.
+# Logprobs on the device, and the sequence of each row; None marks a row to be ignored.
 RowScores = tuple[TopLogprobs, abc.Sequence[Sequence | None]]
 Draft = Callable[
     [abc.Sequence[Sequence], abc.Sequence[int]], abc.Sequence[abc.Sequence[int]]
-]  # called with sequences and each one's token limit; returns a draft per sequence
+]  # sequences and their token limits → a draft per sequence
 
 
 def plan_reading(
     seqs: abc.Sequence[Sequence], lengths: abc.Sequence[int], limit: int, draft: Draft
 ) -> AheadReading:
-    """Plan a pass with up to `limit` speculative tokens per sequence. KV has `lengths` tokens."""
     feeds = [seq.context[length:] for seq, length in zip(seqs, lengths, strict=True)]
     drafts = draft(seqs, [limit + 1 - len(feed) for feed in feeds])
     inputs = [[*feed, *tokens] for feed, tokens in zip(feeds, drafts, strict=True)]
@@ -89,14 +80,12 @@ def plan_reading(
 
 
 def spread(ends: abc.Sequence[int]) -> list[int]:
-    """Return the block ends at which an answer's states stay cached: the newest two, and ever fewer
-    further back. `ends` are the block ends that the last call returned, and a new one.
-    """
+    """Thin out the block ends, in ascending order, at which an answer's states stay cached."""
     newest = ends[-1] // BLOCK
     staying = []
     for end in ends:
         number = end // BLOCK
-        # Block n stays for 2 * p blocks; p is the greatest power of two that divides n.
+        # Block n stays for 2 * p blocks, where p is the greatest power of two that divides n.
         power_of_two = number & -number
         if newest - number < 2 * power_of_two:
             staying.append(end)
@@ -105,37 +94,29 @@ def spread(ends: abc.Sequence[int]) -> list[int]:
 
 @dataclass(slots=True, eq=False)
 class DecodeBatch:
-    """Sequences between two steps: their KV in `cache`, and their next `tokens`, (tokens,), which
-    may not be evaluated yet. A sequence has one next token, plus one for each token of its draft.
-    Drafts are in the KV already.
+    """Sequences between two decode steps.
 
-    `finite`, (tokens,) bool, tells whether each token's logits were finite; `scores` are the
-    logprobs of the sequences that requested logprobs.
+    `tokens` has each sequence's next token, and one more for each token of its draft.
     """
 
     seqs: list[Sequence]
-    cache: list[Any]
-    tokens: mx.array
-    finite: mx.array
+    cache: list[Any]  # one per layer; includes the tokens of drafts
+    tokens: mx.array  # (tokens,)
+    finite: mx.array  # (tokens,) bool: whether each token's logits were finite
     scores: list[RowScores]
     doubts: list[Doubt]
     drafts: list[abc.Sequence[int]]
-    late_error: Exception | None = None  # the running step's error, raised later by `check`
-    is_evaluated: bool = False  # True once the running step has been waited for
+    late_error: Exception | None = None  # an error of the running step; `check` raises it
+    is_evaluated: bool = False
 
     @property
     def may_go_on(self) -> bool:
-        """Return True if the next pass may be launched before these tokens are read: no sequence
-        reaches its token limit with them, and none has ever been a suspect. A suspect's passes are
-        launched one by one, so that an error belongs to one pass.
-        """
+        """Return True if the next pass may be launched before these tokens are read."""
+        # A suspect's passes are launched one by one, so that an error belongs to one pass.
         return not any(seq.is_at_last or seq.was_suspect for seq in self.seqs)
 
     @property
     def can_take_back(self) -> bool:
-        """Return True if `take_back` can undo a pass. Otherwise the next pass is launched only once
-        all tokens are final.
-        """
         return all(isinstance(layer, RaggedKVCache) for layer in self.cache)
 
     @property
@@ -145,10 +126,9 @@ class DecodeBatch:
     def keep_block_ends(
         self, prefixes: PrefixCache, lengths: abc.Sequence[int] | None = None
     ) -> None:
-        """Cache the KV of each sequence that has just filled a block, for models whose KV can be
-        cached only at block ends. `lengths` are the KV's; by default the contexts' lengths.
+        """Cache the states of sequences whose KV has just filled a block.
 
-        Waits for the running step. Call it before the next pass is launched.
+        Call this before the next pass is launched.
         """
         if not prefixes.needs_block_ends:
             return
@@ -167,9 +147,7 @@ class DecodeBatch:
                 seq.kept_ends = staying
 
     def keep_answers(self, prefixes: PrefixCache, ended: abc.Sequence[int]) -> None:
-        """Cache the KV of the `ended` rows: a conversation's next prompt begins with their tokens.
-        If KV can be cached only at block ends, mark the cached states as recently used instead.
-        """
+        """Cache the KV of the `ended` rows, because a conversation's next prompt begins with it."""
         if not prefixes.is_on or not ended:
             return
         if prefixes.needs_block_ends:
@@ -193,7 +171,6 @@ class DecodeBatch:
         scores: list[RowScores],
         doubts: list[Doubt],
     ) -> None:
-        """Replace these sequences' next tokens by newly chosen ones."""
         first = [at.start for at in self._places()]
         places = [first[self.seqs.index(seq)] for seq in seqs]
         self.tokens[mx.array(places)] = tokens
@@ -204,7 +181,7 @@ class DecodeBatch:
     def keep(self, indices: list[int]) -> None:
         """Keep only these sequences, in the order that `compact` returns."""
         if len(indices) == len(self.seqs):
-            return  # caches of a single row cannot be filtered
+            return  # mlx-lm's caches for one sequence have no `filter`
         indices = compact(indices)
         spans = self._places()
         places = mx.array([place for i in indices for place in spans[i]])
@@ -215,16 +192,15 @@ class DecodeBatch:
         filter_layers(self.cache, indices)
         if had_drafts and not any(self.drafts):  # no rollback is needed: release the old states
             go_back(self.cache, [0] * len(indices), [0] * len(indices))
-        # The smaller caches are computed now: until then the larger ones stay in memory, which may
-        # already be promised to new sequences.
+        # Launch the smaller caches now: until they are computed, the larger ones use memory that
+        # may be promised to new sequences.
         launch([layer.state for layer in self.cache])
         self.is_evaluated = False
 
     def take(self, index: int) -> "DecodeBatch":
-        """Return a batch with a copy of one sequence. The original stays here until dropped."""
+        """Return a batch with a copy of one sequence, which also stays in this batch."""
         seq = self.seqs[index]
-        # The other sequences' logprobs are left out: when this batch is merged back later, they
-        # would overwrite newer ones.
+        # Other sequences' logprobs are left out: after a merge they would overwrite newer ones.
         scores: list[RowScores] = []
         for logprobs, seqs in self.scores:
             if seq in seqs:
@@ -247,7 +223,6 @@ class DecodeBatch:
         return single
 
     def extend(self, other: "DecodeBatch") -> None:
-        """Add the sequences of another batch, whose prompts have been read."""
         self.seqs = [*self.seqs, *other.seqs]  # a new list: doubts keep the old one
         self.tokens = mx.concatenate([self.tokens, other.tokens])
         self.finite = mx.concatenate([self.finite, other.finite])
@@ -260,8 +235,9 @@ class DecodeBatch:
         self.is_evaluated = False
 
     def settle(self) -> None:
-        """Wait for the running step if the device reports errors late (`is_late`). Call it before
-        any other launch, which would raise the step's error and make wrong tokens look right.
+        """Wait for the running step if the device reports errors late (`is_late`).
+
+        Call this before any other launch, which would raise this step's error in its place.
         """
         if is_late():
             self.wait()
@@ -274,7 +250,7 @@ class DecodeBatch:
             self.late_error = self.late_error or error
 
     def evaluate(self) -> None:
-        """Wait, once, for all results of the running step. Raises the device's error."""
+        """Wait for all results of the running step. Raises the device's error."""
         if self.is_evaluated:
             return
         scores = [(score.chosen, score.ids, score.logprobs) for score, _ in self.scores]
@@ -282,19 +258,17 @@ class DecodeBatch:
         self.is_evaluated = True
 
     def check(self) -> None:
-        """Raise the error that `wait` kept, if any."""
         if self.late_error is not None:
             raise self.late_error
 
     def read(self) -> "list[SequenceOutput]":
-        """Wait for the tokens; return one output per sequence. Rejected draft tokens are removed
-        from the KV.
+        """Wait for the tokens, remove rejected drafts from the KV, and return one output per
+        sequence.
         """
         self.evaluate()
-        # mlx's stubs have no type for the result of `tolist`.
         tokens: Any = self.tokens.tolist()
         finite: Any = self.finite.tolist()
-        scores: dict[int, TokenScores] = {}  # scores of the tokens, by id(seq)
+        scores: dict[int, TokenScores] = {}
         for logprobs, seqs in self.scores:
             scores.update((id(seq), score) for seq, score in _to_host(logprobs, seqs))
         if not any(self.drafts):
@@ -317,7 +291,6 @@ class DecodeBatch:
         return outputs
 
     def _places(self) -> list[range]:
-        """Return the indices of each sequence's tokens in `tokens`."""
         starts = accumulate((1 + len(draft) for draft in self.drafts), initial=0)
         return [range(start, end) for start, end in pairwise(starts)]
 
@@ -329,10 +302,10 @@ def choose_tokens(
     logits: mx.array,
     drafts: abc.Sequence[abc.Sequence[int]] = (),
 ) -> DecodeBatch:
-    """Launch the choice of the next tokens. Grammar masks are computed while the pass runs.
+    """Launch the choice of the next tokens.
 
-    `logits`, (tokens, vocabulary), has for each sequence the logits of its next token, then the
-    logits after each token of its draft. `drafts` has one draft per sequence, or is empty.
+    `logits`, (tokens, vocabulary), has a row for each sequence's next token, followed by a row for
+    each token of its draft. `drafts` has one draft per sequence, or is empty.
     """
     drafts = drafts or [()] * len(seqs)
     ahead = [i for tokens in drafts for i in range(len(tokens) + 1)]
@@ -348,9 +321,7 @@ def choose_tokens(
 
 
 def constrain(structured: StructuredOutput, seqs: list[Sequence], logits: mx.array) -> mx.array:
-    """Apply each sequence's bias and penalties to logits, (rows, vocabulary), and set forbidden
-    tokens to -inf.
-    """
+    """Apply bias and penalties to logits, (rows, vocabulary), and set forbidden tokens to -inf."""
     logits = adjust_logits([seq.sampler for seq in seqs], logits)
     for i, seq in enumerate(seqs):
         thinking = seq.thinking_first
@@ -367,7 +338,7 @@ def constrain(structured: StructuredOutput, seqs: list[Sequence], logits: mx.arr
 
 
 def redraw_unsure(running: DecodeBatch) -> bool:
-    """Draw the tokens again whose sampling window was too small. Return True if there were any."""
+    """Draw a token again if its sampling window was too small. Return True if any was."""
     has_mended = False
     while running.doubts:
         running.evaluate()
@@ -388,7 +359,7 @@ def _draw(
 ) -> tuple[mx.array, list[RowScores], list[Doubt]]:
     """Choose a token per row from adjusted and masked logits, (rows, vocabulary).
 
-    `ahead` has each row's distance, in tokens, from its sequence's next token.
+    `ahead` has 0 for a sequence's next token, and n for the token after n draft tokens.
     """
     positions = [len(seq.tokens) + i for seq, i in zip(seqs, ahead, strict=True)]
     choice = choose([seq.sampler for seq in seqs], logits, positions)
@@ -404,29 +375,27 @@ def _draw(
 
 @dataclass(slots=True)
 class SequenceOutput:
-    """The next tokens of a sequence, on the host: the accepted tokens of its draft and one more, up
-    to the first whose logits were not finite.
-    """
+    """A sequence's new tokens, on the host: the accepted draft tokens, and one more."""
 
     seq: Sequence
     tokens: abc.Sequence[int]
-    is_finite: bool  # the logits of the first token were finite
+    is_finite: bool  # whether the first token's logits were finite
     scores: TokenScores | None
-    # Set by `append_first` if that token is the answer's last.
-    end: FinishReason | None = None
+    end: FinishReason | None = None  # set by `append_first` if the token ends the answer
 
     @property
     def goes_on(self) -> bool:
-        """Return True if no token has ended the sequence. Its text still may."""
+        """Return True if no token has ended the sequence. Its text may still end it."""
         return self.is_finite and self.end is None
 
     def append_first(self) -> None:
-        """Append the first of `tokens` to the sequence. Its text is left to `to_deltas`."""
+        """Append the first token to the sequence; `to_deltas` adds its text."""
         if self.is_finite:
             self.end = self.seq.append(self.tokens[0])
 
     def append(self, limit: int) -> tuple[list[Delta], bool]:
-        """Append these tokens to the sequence, then up to `limit` tokens forced by its grammar.
+        """Append these tokens, then up to `limit` tokens that the grammar forces.
+
         Return the deltas, and whether the sequence continues.
         """
         seq = self.seq
@@ -446,9 +415,7 @@ class SequenceOutput:
         return deltas, True
 
     def to_deltas(self, end: FinishReason | None) -> list[Delta]:
-        """Return the deltas of the last appended token. If making them fails, this sequence ends
-        with an error; others go on.
-        """
+        """Return the deltas of the last appended token. An error here ends only this sequence."""
         if not self.is_finite:
             return [self.seq.error_delta("its output is not a number")]
         try:
@@ -464,8 +431,7 @@ def count_ahead_pass(
     drafts: abc.Sequence[abc.Sequence[int]],
     drafter: Drafter | None,
 ) -> Pass:
-    """Return a speculative pass's statistics. `counts` is the tokens appended to each sequence."""
-    # An answer may end inside a draft: not all accepted tokens are appended then.
+    # An answer may end inside a draft, so fewer tokens may be appended than accepted.
     pairs = [(count, len(output.tokens)) for count, output in zip(counts, outputs, strict=True)]
     return Pass(
         rows=len(outputs),
@@ -479,7 +445,7 @@ def count_ahead_pass(
 
 
 def copy_layer(layer: Any) -> Any:
-    """Copy a layer's cache, sharing its arrays. Filtering the copy doesn't change the original."""
+    """Return a shallow copy of a layer's cache, which can be filtered separately."""
     twin = copy.copy(layer)
     if isinstance(layer, CacheList):
         twin.caches = [copy_layer(inner) for inner in layer.caches]
@@ -489,7 +455,6 @@ def copy_layer(layer: Any) -> Any:
 def _to_host(
     scores: TopLogprobs, seqs: abc.Sequence[Sequence | None]
 ) -> Iterator[tuple[Sequence, TokenScores]]:
-    """Copy logprobs to the host; yield each sequence with its own."""
     chosen: Any = scores.chosen.tolist()
     ids: Any = scores.ids.tolist()
     logprobs: Any = scores.logprobs.tolist()

@@ -1,6 +1,4 @@
-"""The engine of one chat model: each step changes its batch and runs a pass. Methods must run on
-the lane, unless they say that they are safe on any thread.
-"""
+"""The engine of one chat model. Call it on the lane, except where a method says "any thread"."""
 
 import random
 import time
@@ -41,18 +39,18 @@ _TIMED: Final = Sampling(temperature=0, ignore_eos=True)
 
 
 class GenerationEngine:
-    """A chat model, its tokenizer, template and grammars, and the sequences that it generates."""
+    """A chat model and the sequences that it generates."""
 
     def __init__(
         self,
         model: Any,
         setup: ChatSetup,
         *,
-        prefixes: PrefixPool | None = None,  # memory of the prefix cache; None turns it off
+        prefixes: PrefixPool | None = None,  # None turns the prefix cache off
         speculate_rows: int = 0,
         draft_model: DraftModel | None = None,
         bounds: DeviceBounds | None = None,
-        sight: Sight | None = None,  # reads the images of prompts
+        sight: Sight | None = None,
     ) -> None:
         self._model: Any = model
         self._sight = sight
@@ -75,7 +73,7 @@ class GenerationEngine:
             pass_s=(bounds or DeviceBounds()).pass_s,
             sight=sight,
         )
-        if kv_cost.constant and speculate_rows:  # a copy of the states is kept for rollback
+        if kv_cost.constant and speculate_rows:
             kv_cost = replace(kv_cost, draft=DraftCost(0, kv_cost.constant, speculate_rows))
         if draft_model is not None:
             kv_cost = draft_model.with_kv(kv_cost, speculate_rows)
@@ -96,18 +94,18 @@ class GenerationEngine:
 
     @property
     def is_batched(self) -> bool:
-        """Return True if sequences share passes, False if they run one at a time."""
         return self._sequences.is_batched
 
     def self_test(self) -> Generator[Verdict]:
-        """Compare batched sequences with the same sequences alone; each `next` runs one pass."""
+        """Test whether batching works, a pass per `next`; yield the verdict so far."""
         vocab_size, max_context = self._setup.vocab_size, self._setup.max_context
         test = BatchSelfTest(self._model, vocab_size, max_context, self.dtype, self._sight)
         return test.verdicts()
 
     def time_step(self, rows: int) -> Generator[float | None]:
-        """Time a decode step of `rows` made-up sequences; each `next` runs one pass. The last one
-        yields the seconds per step, the others yield None. Raises RuntimeError if a pass fails.
+        """Time a decode step of `rows` made-up sequences, a pass per `next`.
+
+        Yield None until the last pass, then the seconds per step. Raises RuntimeError.
         """
         faults, draw = Faults(), random.Random(0)
         sequences = Sequences(
@@ -141,41 +139,35 @@ class GenerationEngine:
                 failed = faults.take()
                 if failed or (is_read and sequences.last_pass.rows < rows):
                     raise RuntimeError(f"{rows} rows could not be timed: {failed}")
-                # The fastest step counts: other work on the machine can only slow a step down.
+                # The fastest step counts, because other work on the machine only slows steps down.
                 yield min(seconds[1:]) if len(seconds) > TIMED_STEPS else None
         finally:
             sequences.close()
             clear_cache()
 
     def apply_verdict(self, verdict: Verdict) -> None:
-        """Turn off the modes that failed a self-test; see `Sequences.apply_verdict`."""
         self._sequences.apply_verdict(verdict)
 
     @unfused()
     def probe(self) -> None:
-        """Run one of the self-test's prompts, independent of all sequences. Raises MLX's errors."""
+        """Run a short prompt to test the device. Raises MLX's errors."""
         self.synchronize()
         read_probe(self._model, self._setup.vocab_size)
 
     def prepare(self, job: GenerateJob) -> list[SequenceParams]:
-        """Return a job's sequences; see `prepare.prepare`. Safe on any thread."""
+        """Return the parameters of a job's sequences. Safe on any thread."""
         return prepare(job, self._setup)
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
-        """Compile a grammar for use by sequences. Slow; safe on any thread.
-
-        Raises BadRequest, which names the keyword or place that cannot be compiled.
-        """
+        """Compile a grammar (slow; any thread). Raises BadRequest if that fails."""
         return self._setup.structured.compile(grammar)
 
     def matches_schema(self, schema: str, answer: str) -> bool | None:
-        """Return whether an answer matches a JSON Schema; None if that can't be decided. Slow."""
+        """Return whether an answer matches a JSON Schema; None if undecided (slow; any thread)."""
         return self._setup.structured.matches_schema(schema, answer)
 
     def read_answer(self, params: SequenceParams, text: str, is_cut: bool) -> Reading:
-        """Parse a sequence's whole text into its parts; see `ResponseTemplate.read`. Slow; safe on
-        any thread.
-        """
+        """Parse an answer's whole text into its parts (slow; any thread)."""
         chat, reader = self._setup.chat, self._setup.reader
         assert reader is not None
         ending = params.prompt[-PREFIX_TOKENS:]
@@ -184,7 +176,6 @@ class GenerationEngine:
         return reader.read(params, text, prefix, calls, is_cut=is_cut)
 
     def step(self, plan: StepPlan) -> StepResult:
-        """Change the batch as planned, then run a pass; return the results of both."""
         sequences = self._sequences
         deltas = sequences.release(plan)
         if plan.clear_prefixes:
@@ -203,7 +194,7 @@ class GenerationEngine:
         return StepResult(deltas, size, faults, reading, decoding, kept, drafter)
 
     def _clear_prefixes(self) -> None:
-        self.synchronize()  # otherwise clear_cache would raise and lose the running step's error
+        self.synchronize()  # otherwise clear_cache raises the running step's error, which is lost
         self.prefixes.clear()
         self._drafts.clear_prefixes()
         if self._sight is not None:
@@ -219,29 +210,26 @@ class GenerationEngine:
             clear_cache()
 
     def synchronize(self) -> None:
-        """Wait for the running step. Its error is kept until its tokens are read."""
+        """Wait for the running step, and keep its error until its tokens are read."""
         self._sequences.synchronize()
 
     def routing_keys(self, adapter: int = 0) -> Sequence[bytes]:
-        """Return the routing keys of the prompts in the prefix cache. Safe on any thread."""
+        """Return the routing keys of the cached prompts. Safe on any thread."""
         return self.prefixes.routing_keys(adapter)
 
     def drop_adapter(self, number: int) -> None:
-        """Free an adapter, its sequences, and its KV in the prefix cache."""
         self._sequences.leave_adapter(number)
         self.prefixes.forget(number)
         self.adapters.drop(number)
         clear_cache()
 
     def nbytes(self) -> int:
-        """Count the bytes on the device: weights, KV and prefix cache."""
         weights = sum(array.nbytes for array in parameters(self._model))
         images = 0 if self._sight is None else self._sight.nbytes
         kept = self.prefixes.nbytes + self._drafts.nbytes + images
         return weights + self._sequences.nbytes + kept
 
     def close(self) -> None:
-        """Release every array."""
         self._sequences.close()
         self._model = None
         if self._sight is not None:

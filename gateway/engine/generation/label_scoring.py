@@ -1,14 +1,9 @@
-"""Questions answered by the probabilities of their labels: nothing is sampled.
+"""Questions answered with the probabilities of their labels: nothing is sampled.
 
-A question's prompt is the conversation before the questions, the question itself, and the
-template's opening of the answer. It is split into a head and a rest at a place where splitting
-doesn't change its tokens. All questions share the head, which is read once. A label is encoded as
-the beginning of an answer; control tokens in a label are encoded as plain text.
-
-The labels of a question form a tree of tokens. Every node with children is a step: a sequence whose
-prompt ends with the node's tokens, and whose result is the logprobs of the children. A label's
-logprob is the sum over its steps. A label that is a prefix of another gets the probability that the
-answer ends after it.
+The labels of a question form a tree of tokens. Each node with children is a step: a sequence whose
+prompt ends with the node's tokens, and which returns the logprobs of the children. A label's
+logprob is the sum over its steps. If a label begins another label, the end of the answer counts as
+one more child.
 """
 
 import math
@@ -29,13 +24,11 @@ from gateway.jobs import TokenIds
 from gateway.jobs.chat import Delta, GenerateJob, Judgement, Question
 from gateway.jobs.steps import LabelStep, SequenceParams
 
-MAX_STEPS = 4096  # the most steps of one job
+MAX_STEPS = 4096
 
 
 @dataclass(slots=True)
 class _Node:
-    """A node of the tree of labels."""
-
     labels: list[int] = field(default_factory=list)  # labels that begin with the node's tokens
     ends: list[int] = field(default_factory=list)  # labels that are exactly the node's tokens
     next: dict[int, "_Node"] = field(default_factory=dict)  # children, by token
@@ -46,8 +39,7 @@ def prepare_questions(
 ) -> list[SequenceParams]:
     """Return the parameters of one sequence per step. Safe on any thread.
 
-    Raises BadRequest if two labels have the same tokens, a label has no tokens, or there are too
-    many steps; ContextLengthExceeded if a prompt leaves no room in the context for its labels.
+    Raises BadRequest for empty, equal or too many labels, and ContextLengthExceeded.
     """
     head, rests, opening = encode_questions(job, chat)
     texts = [label for question in job.questions for label in question.labels]
@@ -80,15 +72,12 @@ def prepare_questions(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepPrompt(abc.Sequence[int]):
-    """The prompt of a step: the head that all questions share, the rest of the question's prompt,
-    and the first `depth` tokens of a label. Steps share the lists, since 4,096 copies of a long
-    prompt would take 256 MB.
-    """
+    """The prompt of a step. Steps share the lists: 4,096 copies of a long prompt take 256 MB."""
 
-    head: TokenIds
-    rest: TokenIds
+    head: TokenIds  # the beginning of all questions' prompts
+    rest: TokenIds  # the remainder of one question's prompt
     label: TokenIds
-    depth: int
+    depth: int  # the number of the label's tokens in this prompt
 
     def __len__(self) -> int:
         return len(self.head) + len(self.rest) + self.depth
@@ -105,7 +94,6 @@ class StepPrompt(abc.Sequence[int]):
 
 
 def _too_long(limit: int, tokens: int, *, is_question: bool) -> ContextLengthExceeded:
-    """Return the error for a prompt that is too long, naming its longer part."""
     if is_question:
         return ContextLengthExceeded(limit, tokens, noun="questions", part="questions")
     return ContextLengthExceeded(limit, tokens, noun="input")
@@ -114,12 +102,9 @@ def _too_long(limit: int, tokens: int, *, is_question: bool) -> ContextLengthExc
 def encode_questions(
     job: GenerateJob, chat: ChatTokenizer
 ) -> tuple[list[int], list[list[int]], str]:
-    """Return the token ids that all questions' prompts share, the remaining ids of each prompt, and
-    the text right before the answer. The ids are the same as if each prompt were encoded in one
-    piece. Control tokens in the callers' texts are encoded as plain text.
+    """Return the ids that all prompts share, each prompt's other ids, and the text before answers.
 
-    Where prompts can be split depends on the tokenizer: GPT-2's joins a line break to the text that
-    follows, Qwen's to the text before, and SentencePiece puts a space before each piece.
+    Callers' texts can't become control tokens.
     """
     before, after = chat.render_questions(job)
     text = job.messages[-1]["content"]
@@ -129,6 +114,7 @@ def encode_questions(
         return chat.controls.encode([[*start, (text, True), (after, False)] for text in texts])
 
     [whole] = encode(before, [text + questions[0]])
+    # GPT-2's tokenizer joins a line break to the text after it, Qwen's to the text before it.
     for start in dict.fromkeys((text, text.rstrip("\n"))):
         [first] = chat.controls.encode([[*before, (start, True)]])
         rests = encode((), [text[len(start) :] + question for question in questions])
@@ -142,13 +128,14 @@ def encode_questions(
 
 
 def encode_labels(labels: abc.Sequence[str], opening: str, chat: ChatTokenizer) -> list[list[int]]:
-    """Return the token ids of labels, each encoded as the beginning of an answer. `opening` is the
-    text right before the answer: if it ends with a line break, labels may be encoded differently.
-    Control tokens in labels are encoded as plain text.
+    """Return the token ids of labels that follow the text `opening`.
+
+    Labels can't become control tokens.
     """
     encoded = chat.controls.encode([[(label, True)] for label in labels])
     if not opening.endswith("\n"):
         return encoded
+    # Some tokenizers encode a text differently after a line break.
     [line] = chat.controls.encode([[("\n", False)]])
     after_line = chat.controls.encode([[("\n", False), (label, True)] for label in labels])
     for i, ids in enumerate(after_line):
@@ -163,9 +150,7 @@ def _steps(
     eos_ids: abc.Collection[int],
     vocab_size: int,
 ) -> abc.Iterator[tuple[TokenIds, int, LabelStep]]:
-    """Yield the steps of a question, the root's first. Each comes with a label whose tokens begin
-    with those of the step's node, and with the node's depth, in tokens.
-    """
+    """Yield (label, depth, step): the step's prompt ends with `depth` tokens of the label."""
     root = _Node()
     for label, ids in enumerate(labels):
         if not ids or not all(0 <= token < vocab_size for token in ids):
@@ -196,12 +181,9 @@ def _steps(
 
 
 def score_labels(seqs: abc.Sequence[Sequence], logits: mx.array) -> list[Delta]:
-    """Return the only delta of each sequence. `logits`, (rows, vocabulary), are those after the
-    prompts' last tokens.
-    """
-    # The log-softmax covers the whole vocabulary, as for sampled tokens.
+    """Return each sequence's only delta, from the logits after its prompt, (rows, vocabulary)."""
     logits = logits.astype(mx.float32)
-    rows_of: list[int] = []  # the row of each requested logit
+    rows_of: list[int] = []
     tokens_of: list[int] = []
     for i, seq in enumerate(seqs):
         for tokens, _ in _step_of(seq).entries:
@@ -238,7 +220,7 @@ def _to_delta(seq: Sequence, step: LabelStep, logprobs: abc.Sequence[abc.Sequenc
 
 
 def _add(logprobs: abc.Sequence[float]) -> float:
-    """Return the logarithm of the sum of these probabilities; -inf if there are none."""
+    """Return the log of the sum of probabilities that are given as logprobs; -inf for none."""
     greatest = max(logprobs, default=-math.inf)
     if greatest == -math.inf:
         return greatest

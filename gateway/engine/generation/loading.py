@@ -1,4 +1,4 @@
-"""Loading chat models: from a folder or a GGUF file to an engine."""
+"""Loading of chat models from a folder or a GGUF file."""
 
 import json
 import math
@@ -68,20 +68,14 @@ def read_chat_setup(
     formats: ChatFormats | None = None,
     shape: Shape | None = None,
     sandbox: Sandbox | None = None,
-    image_sandbox: Sandbox | None = None,  # None leaves a tower unread
-    image_secret: bytes | None = None,  # the key of images' ids; None: the process's own
+    image_sandbox: Sandbox | None = None,  # None turns images off
+    image_secret: bytes | None = None,  # the key for image ids
 ) -> ChatSetup:
     """Read a chat model's config, tokenizer and template, and prepare its grammars.
 
-    `files` is the model's folder, or its GGUF file, which contains all three.
-
-    It takes seconds and doesn't use MLX: run it on a thread other than the lane's. If grammars
-    cannot use the tokenizer, the model is served without structured output.
-
-    `max_context` can only lower the limit that the model states; it is the limit if the model
-    states none. `shape` tightens the JSON Schemas of structured answers; bounds that it leaves
-    unset come from generation_config.json. Each grammar is compiled in `sandbox` before it is
-    compiled in this process. Raises ModelLoadFailed.
+    `max_context` can only lower the model's limit, or set a missing one. `shape` tightens the JSON
+    Schemas of answers. Takes seconds and doesn't use MLX, so don't run it on the lane. Raises
+    ModelLoadFailed.
     """
     checkpoint, formats = open_checkpoint(name, files), formats or ChatFormats()
     with reading_tokenizer(checkpoint):
@@ -94,7 +88,7 @@ def read_chat_setup(
         try:
             if not is_read and chat.untried is None:
                 unread = [each for each in unread_formats(chat) if getattr(formats, each) != "none"]
-        except BadRequest as error:  # rendering takes too much time or memory
+        except BadRequest as error:  # rendering took too much time or memory
             chat.untried = str(error)
     if isinstance(checkpoint, GgufCheckpoint):
         generation = read_sampling(checkpoint.header.metadata)
@@ -134,9 +128,7 @@ def read_chat_setup(
 def _find_reader(
     wrapper: TokenizerWrapper, chat: ChatTokenizer, formats: ChatFormats
 ) -> ResponseTemplate | None:
-    """Return a parser of answers that uses the checkpoint's `response_template`. Return None if one
-    of our own formats parses the model's answers, or if models.yaml names a format.
-    """
+    """Return a parser made from `response_template`, or None if another format parses answers."""
     template = getattr(wrapper._tokenizer, "response_template", None)  # needs transformers 5.13
     sandbox = formats.template_sandbox
     is_known = chat.answers.reads_calls or chat.answers.reasoning.name != "none"
@@ -147,10 +139,7 @@ def _find_reader(
 
 
 def read_tokenizer(files: Path, *, name: str, chat_template: str | None) -> Any:
-    """Return a chat model's tokenizer as a transformers object; `chat_template` replaces its own
-    template unless it is None. Like `read_chat_setup`, it takes seconds and doesn't use MLX.
-    Raises ModelLoadFailed.
-    """
+    """Return a chat model's transformers tokenizer. Raises ModelLoadFailed."""
     _, wrapper = _read_tokenizer(open_checkpoint(name, files), files)
     if chat_template is not None:
         wrapper.chat_template = chat_template
@@ -162,7 +151,7 @@ def _read_tokenizer(
 ) -> tuple[dict[str, Any], TokenizerWrapper]:
     if isinstance(checkpoint, GgufCheckpoint):
         return checkpoint.config(), wrap_tokenizer(checkpoint)
-    checkpoint.config()  # raises an error that names any impossible value
+    checkpoint.config()  # raises an error for impossible values
     with checkpoint.blame("config.json and generation_config.json: "):
         config = load_config(files)
     eos_ids = config.get("eos_token_id")
@@ -173,14 +162,14 @@ def _read_tokenizer(
         )
     wrapper = wrap_folder_tokenizer(files, name=checkpoint.name, eos_ids=eos_ids)
     check_growth(wrapper.backend_tokenizer)
-    # All of the files may name a wrong EOS token, so tokens with the usual names of one are added.
+    # The files may name a wrong EOS token, so tokens with the usual names are added.
     wrapper.eos_token_ids |= named_ends(wrapper._tokenizer.get_added_vocab())
     return config, wrapper
 
 
 @dataclass(frozen=True, slots=True)
 class DraftSetup:
-    """The checkpoint of a draft model, for speculative decoding, and facts about it."""
+    """Everything about a draft model except its weights."""
 
     checkpoint: Checkpoint | GgufCheckpoint
     vocab_size: int  # tokens that have embeddings
@@ -189,10 +178,9 @@ class DraftSetup:
 
 
 def read_draft_setup(files: Path, *, name: str, target: ChatSetup, numbers: Numbers) -> DraftSetup:
-    """Read the config and the tokenizer of a draft model for `target`.
+    """Read the config and tokenizer of a draft model for `target`.
 
-    Like `read_chat_setup`, it takes seconds and doesn't use MLX. Raises ModelLoadFailed, naming
-    both models, if their vocabularies differ.
+    Raises ModelLoadFailed if the two vocabularies differ.
     """
     checkpoint = open_checkpoint(name, files)
     with reading_tokenizer(checkpoint):
@@ -216,24 +204,17 @@ def load_generation_in_steps(
     *,
     device: Device,
     numbers: Numbers,
-    # Bytes of the prefix cache, shared by the model and its draft model.
-    prefix_cache_bytes: int = 0,
-    prefixes: PrefixPool | None = None,  # pool shared with other models, instead of a new one
-    # The largest batch, in rows, that uses speculative decoding.
-    speculate_rows: int = 0,
+    prefix_cache_bytes: int = 0,  # shared with the draft model
+    prefixes: PrefixPool | None = None,  # a pool shared with other models
+    speculate_rows: int = 0,  # the most rows of a batch that uses speculative decoding
     draft: DraftSetup | None = None,
-    # This rank's part of a distributed model. Every rank must make the same calls.
-    share: RankShare | None = None,
+    share: RankShare | None = None,  # this rank's part; all ranks must make the same calls
     bounds: DeviceBounds | None = None,
-    # Called with weights that are dequantized because the device lacks a kernel.
-    report: Report | None = None,
+    report: Report | None = None,  # gets weights that are dequantized because a kernel is missing
 ) -> Generator[GenerationEngine | None]:
-    """Load a chat model that mlx-lm supports, one slice of its weights per step. Must run on the
-    lane.
+    """Load a chat model, one slice of its weights per step. The last step yields the engine.
 
-    Other work may run on the lane between two steps. Each step yields None, except the last, which
-    yields the engine; a caller that stops earlier must close the generator, also on the lane.
-    Raises ModelLoadFailed.
+    Run the steps, or close the generator early, on the lane. Raises ModelLoadFailed.
     """
     notes = [*setup.notes]
     model = yield from _read_model(
@@ -318,9 +299,8 @@ def _make_structured(
     return StructuredOutput(tokenizer, shape, form, sandbox)
 
 
-# The fields that vLLM takes from generation_config.json (ModelConfig.get_diff_sampling_param), each
-# with a test for usable values. Like vLLM, we ignore `do_sample: false`: greedy answers are
-# requested with a temperature of 0, and many files say false only because it is the default.
+# The fields that vLLM reads from generation_config.json (ModelConfig.get_diff_sampling_param), with
+# tests for valid values. Like vLLM, we ignore `do_sample: false`, which many files have by default.
 _SAMPLING: Mapping[str, Callable[[float], bool]] = {
     "temperature": lambda value: 0 <= value <= 2,
     "top_p": lambda value: 0 < value <= 1,
@@ -331,7 +311,7 @@ _SAMPLING: Mapping[str, Callable[[float], bool]] = {
 
 
 def generation_config(folder: Path) -> dict[str, Any]:
-    """Return the content of a folder's generation_config.json; {} if it cannot be read."""
+    """Return a folder's generation_config.json; {} if it can't be read."""
     try:
         content = json.loads((folder / "generation_config.json").read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -342,7 +322,7 @@ def generation_config(folder: Path) -> dict[str, Any]:
 
 
 def usable_sampling(config: Mapping[str, Any]) -> dict[str, float]:
-    """Return the valid sampling defaults among generation_config.json's fields, by field name."""
+    """Return the sampling defaults that have valid values, by field name."""
     usable: dict[str, float] = {}
     for name, is_usable in _SAMPLING.items():
         value: Any = config.get(name)
@@ -366,9 +346,7 @@ def _context(checkpoint: Listing, config: Mapping[str, Any], lowered: int | None
 
 
 def unread_formats(chat: ChatTokenizer) -> list[str]:
-    """Return those of `tool_parser` and `reasoning_parser` whose format cannot parse text that the
-    chat template itself renders. Slow: the template is rendered several times.
-    """
+    """Return which of `tool_parser` and `reasoning_parser` can't read the template's text. Slow."""
     unread = []
     if chat.template.has("tool_calls"):
         written, _, calls = _read_back(chat, CALLING)
@@ -383,7 +361,7 @@ def unread_formats(chat: ChatTokenizer) -> list[str]:
 
 
 def _read_back(chat: ChatTokenizer, turns: Sequence[Turn]) -> tuple[str, str, list[Any]]:
-    """Render turns; return the text of the last one, and the thought and calls parsed from it."""
+    """Render turns; return the last turn's text, and the thought and calls parsed from it."""
     try:
         text = chat.try_out(lambda: chat.apply(trial_job(turns), is_asking=False))
         asked, opening = chat.try_out(lambda: chat.render(trial_job(turns[:-1])))

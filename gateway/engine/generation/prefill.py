@@ -1,4 +1,4 @@
-"""Prefill: the choice of the prompts that are read together, and of the next chunk."""
+"""Prefill: the queue of prompts to read, and the choice of the next passes."""
 
 import math
 import time
@@ -24,19 +24,19 @@ from gateway.engine.models.rotations import sharing_rotations
 from gateway.engine.vision.sight import Sight
 from gateway.jobs.steps import Pass
 
-# A prompt's last tokens are read with the chunk before them if they are at most this fraction of a
-# chunk (one fourth): a pass of a few tokens costs nearly as much as a whole one.
+# A prompt's last tokens join the chunk before them if they are at most 1/REST_SHARE of a chunk: a
+# short pass takes nearly as long as a full one.
 REST_SHARE: Final = 4
-# An upper bound, in tokens, of the text that a template puts after the last message to open the
-# answer. The conversation's next prompt may lack it: Qwen3's template drops earlier thoughts.
+# The most tokens that a template adds to open an answer. The conversation's next prompt may lack
+# them, because Qwen3's template drops earlier thoughts.
 OPENING: Final = 16
 
 
 def cut_prompt(start: int, end: int, *branches: int) -> list[int]:
-    """Return the sizes of the pieces in which the tokens from `start` to `end` are read, for models
-    whose states are cached after each piece. Pieces end at the `branches`, where other prompts
-    continue with different tokens; at the last block end that is surely before the answer's
-    opening; at the last block end; and at `end`.
+    """Return the sizes of the pieces in which the tokens from `start` to `end` are read.
+
+    States are cached after each piece, so pieces end where another prompt may continue: at the
+    `branches`, at the last block end, and at the last block end before the answer's opening.
     """
     stops = {*branches, (end - OPENING) // BLOCK * BLOCK, end // BLOCK * BLOCK}
     ends = [start, *sorted(stop for stop in stops if start < stop < end), end]
@@ -44,23 +44,17 @@ def cut_prompt(start: int, end: int, *branches: int) -> list[int]:
 
 
 def plan_passes(prompts: abc.Sequence[abc.Sequence[int]]) -> list[list[int]]:
-    """Return, for each pass, the number of tokens that it reads of each prompt. `prompts` has the
-    sizes of each prompt's pieces; the prompt with the most pieces comes first.
+    """Return how many tokens each pass reads of each prompt, given the sizes of their pieces.
 
-    The last pass reads the last piece of every prompt, the pass before it the second to last piece
-    of every prompt that has one, and so on. So a pass reads the first few prompts of the list.
+    The prompt with the most pieces must come first; prompts with fewer pieces join later.
     """
     passes = max(map(len, prompts))
     return [[pieces[-n] for pieces in prompts if len(pieces) >= n] for n in range(passes, 0, -1)]
 
 
 def take_prompts(prompts: Iterable[abc.Sequence[int]], budget: int) -> int:
-    """Return how many of the first prompts are read together. `prompts` has the sizes of each
-    prompt's pieces.
-
-    A padded pass costs its longest piece times its rows. The first prompt is always taken: if it
-    alone exceeds the budget, it is read in chunks.
-    """
+    """Return how many of the first prompts, given as piece sizes, fit the budget; at least 1."""
+    # A padded pass costs its longest piece times its rows.
     rows: list[int] = []  # the rows of each pass, the last pass first
     widest: list[int] = []
     count = 0
@@ -77,60 +71,49 @@ def take_prompts(prompts: Iterable[abc.Sequence[int]], budget: int) -> int:
 
 
 def _padding(lengths: abc.Sequence[int]) -> int:
-    """Count the padding tokens that make all rows as long as the longest."""
     return len(lengths) * max(lengths) - sum(lengths)
 
 
 @dataclass(slots=True, eq=False)
 class Alone:
-    """A reader of one sequence's prompt, into caches that cannot be batched."""
+    """A reader of one prompt, for caches that cannot be batched."""
 
     model: Any
     prompt_cache: list[Any]
 
     def prompt(self, prompts: list[list[int]]) -> None:
-        """Read the tokens of the only row."""
         self.model(mx.array(prompts), cache=self.prompt_cache)
         mx.eval([layer.state for layer in self.prompt_cache])
 
 
 @dataclass(slots=True, eq=False)
 class PrefillBatch:
-    """Sequences whose prompts are read together. Several prompts are read in one turn; a single
-    one may take several turns.
-
-    `prompts` has the tokens to read: each context without its last token and without those that
-    were in KV before, which `starts` counts. `pieces` has the sizes of their pieces, and `read` the
-    numbers of tokens read so far. `later` has batches that join in later passes because they have
-    fewer pieces. `encoding` encodes the images to be read, a part of a layer at each `next`.
-    """
+    """Sequences whose prompts are read together, or one whose prompt is read in chunks."""
 
     seqs: list[Sequence]
     lm_batch: PromptProcessingBatch | Alone
-    prompts: list[list[int]]
+    prompts: list[list[int]]  # the tokens to read: no cached ones, and not the context's last one
     pieces: list[list[int]]
-    starts: list[int]
-    later: deque[PromptProcessingBatch | Alone]
-    sight: Sight | None = None  # set if there are images
-    encoding: Iterator[None] | None = None
-    read: list[int] = field(init=False)
+    starts: list[int]  # the number of cached tokens before each prompt
+    later: deque[PromptProcessingBatch | Alone]  # batches that join in later passes
+    sight: Sight | None = None
+    encoding: Iterator[None] | None = None  # encodes images, a part of a layer per `next`
+    read: list[int] = field(init=False)  # the number of tokens read of each prompt
 
     def __post_init__(self) -> None:
         self.read = [0] * len(self.seqs)
 
     @property
     def is_read(self) -> bool:
-        """Return True once all prompts are read."""
         return self.read == [len(prompt) for prompt in self.prompts]
 
     @property
     def positions(self) -> list[int]:
-        """Count the tokens of each sequence that are in KV."""
+        """Count each sequence's tokens in KV."""
         return [start + read for start, read in zip(self.starts, self.read, strict=True)]
 
     def read_on(self, sizes: abc.Sequence[int]) -> None:
-        """Run a pass that reads the next `sizes[i]` tokens of sequence i."""
-        batch: Any = self.lm_batch  # mlx-lm's batch is untyped
+        batch: Any = self.lm_batch
         if self.later and len(sizes) > len(batch):
             batch.extend(self.later.popleft())
         reading = zip(self.prompts, self.read, sizes, strict=False)
@@ -144,7 +127,7 @@ class PrefillBatch:
 
 
 class Prefill:
-    """The queue of sequences whose prompts are still to be read, and of batches in progress."""
+    """The queue of sequences and batches whose prompts are not fully read."""
 
     def __init__(
         self,
@@ -160,20 +143,18 @@ class Prefill:
         self._pass_s = math.inf if pass_s is None else pass_s
         self._prefixes = prefixes
         self._max_scored = max_scored  # the most tokens of a pass that computes prompt logprobs
-        self._applied = applied  # returns the context manager for a pass of rows with adapters
+        self._applied = applied  # returns a context manager that applies the rows' adapters
         self._groups = LayerGroups(pass_s)
         self._line: deque[Sequence | PrefillBatch] = deque()
         self._has_judged = False  # True if the last chunk was of label steps
-        self.is_batched = True  # whether sequences may be read together
-        self.is_plain = False  # whether to use mlx-lm's single-sequence caches, not batched ones
+        self.is_batched = True
+        self.is_plain = False  # True if mlx-lm's caches for one sequence are used
 
     def __len__(self) -> int:
-        """Count the entries in the queue, without the batch that is being read."""
         return len(self._line)
 
     @property
     def nbytes(self) -> int:
-        """Count the bytes of KV read so far."""
         layers = [layer for batch in self._batches() for layer in batch.lm_batch.prompt_cache]
         return sum(int(layer.nbytes) for layer in layers)
 
@@ -186,30 +167,25 @@ class Prefill:
 
     @property
     def seqs(self) -> list[Sequence]:
-        """List the sequences in the queue, including those of batches in progress."""
         seqs: list[Sequence] = []
         for entry in self._line:
             seqs += _rows(entry)
         return seqs
 
     def forget(self, seqs: abc.Sequence[Sequence]) -> None:
-        """Drop the cached KV, and the features of images: they may have caused these sequences'
-        error.
-        """
+        """Drop cached KV and image features, which may have caused these sequences' error."""
         self._prefixes.clear()
         if self._sight is not None:
             self._sight.clear(seqs)
 
     def hold(self, sequence_id: int, is_held: bool) -> None:
-        """Set whether a sequence is parked once it is read. Ignore an unknown id."""
+        """Set whether a sequence is parked once its prompt is read."""
         for seq in self.seqs:
             if seq.id == sequence_id:
                 seq.is_held = is_held
 
     def drop(self, sequence_id: int) -> None:
-        """Drop a sequence. Others of its batch, of which nothing is read while images are encoded,
-        queue again in its place.
-        """
+        """Drop a sequence, and queue the others of its batch, which have read nothing yet."""
         line: deque[Sequence | PrefillBatch] = deque()
         for entry in self._line:
             staying = [seq for seq in _rows(entry) if seq.id != sequence_id]
@@ -217,15 +193,13 @@ class Prefill:
         self._line = line
 
     def close(self) -> None:
-        """Release every sequence and the model."""
         self._line.clear()
         self._model = None
 
     def next_batch(self, budget: int) -> PrefillBatch | None:
-        """Take the next sequence out of the queue, and those that can be read together with it."""
+        """Take the next batch out of the queue; return None if there is none to read now."""
         entries = list(self._line)
-        # A new sequence waits for one chunk of each batch before it. Label steps may be many, so
-        # it waits for only one chunk of all of them together.
+        # Label steps may be many, so after a chunk of label steps other sequences go first.
         if self._has_judged:
             entries.sort(key=_judges)
         for first in entries:
@@ -235,15 +209,14 @@ class Prefill:
                 return first
             budget = self._bound_budget(first, budget)
             known = self._count_known(first)
-            # The common prefix of several requests is read once: the others wait for it, and then
-            # continue from there.
+            # If a prompt with the same prefix is being read, this sequence waits for the prefix.
             if not self._gains_by_waiting(first, known, self._being_read()):
                 return self._form_batch(self._choose_companions(first, known, budget), budget)
             self._line.append(first)
         return None
 
     def read(self, batch: PrefillBatch, budget: int, encoding_s: float = math.inf) -> Pass:
-        """Read several prompts, or a chunk of one; requeue the batch if that one has more left.
+        """Read several prompts, or a chunk of a single one.
 
         Images are encoded first, for up to `encoding_s` seconds.
         """
@@ -272,7 +245,6 @@ class Prefill:
     def _encode(
         self, batch: PrefillBatch, sight: Sight, encoding: Iterator[None], seconds: float
     ) -> Pass:
-        """Encode a batch's images until the seconds are over, or all are encoded."""
         started, before = time.perf_counter(), (sight.encoded, sight.recalled)
         for _ in encoding:
             if time.perf_counter() - started >= min(seconds, self._pass_s):
@@ -283,7 +255,6 @@ class Prefill:
         return Pass(len(batch.seqs), is_encoding=True, encoded=done[0], recalled=done[1])
 
     def _plan(self, batch: PrefillBatch, budget: int) -> list[list[int]]:
-        """Return, for each of the next passes, how many tokens it reads of each prompt."""
         if len(batch.seqs) > 1:
             return plan_passes(batch.pieces)
         size = self._chunk_size(batch, self._bound_budget(batch.seqs[0], budget))
@@ -292,7 +263,6 @@ class Prefill:
         return [[size]]
 
     def _store(self, batch: PrefillBatch, count: int) -> None:
-        """Store the KV of a batch's first `count` sequences in the prefix cache, if it fits."""
         for i, (seq, position) in enumerate(zip(batch.seqs[:count], batch.positions, strict=False)):
             cache, keys = batch.lm_batch.prompt_cache, seq.params.routing_keys
             seq.kept_tokens += self._prefixes.store(
@@ -302,14 +272,14 @@ class Prefill:
                 unkept = position // BLOCK * BLOCK - self._prefixes.count_known(
                     seq.context[:-1], seq.root
                 )
-                # The last two blocks don't count: states may be cached that far before the end.
+                # Up to two blocks don't count: states may be cached that far before the end.
                 seq.unkept_tokens = unkept if unkept > 2 * BLOCK else 0
 
     def _batches(self) -> list[PrefillBatch]:
         return [entry for entry in self._line if isinstance(entry, PrefillBatch)]
 
     def _being_read(self) -> list[tuple[Sequence, int]]:
-        """List the sequences whose KV others may wait for, with the number of tokens in KV."""
+        """List the sequences in batches, each with its number of tokens in KV."""
         return [
             (seq, position)
             for batch in self._batches()
@@ -317,13 +287,12 @@ class Prefill:
         ]
 
     def _bound_budget(self, seq: Sequence, budget: int) -> int:
-        """Return the token budget of a pass that includes this sequence."""
         if seq.scores_prompt:
             return min(budget, self._max_scored)
         return budget
 
     def _count_known(self, seq: Sequence) -> int:
-        """Count the first tokens found in the prefix cache; 0 if the prompt is to be scored."""
+        """Count the prompt's first tokens that are cached; 0 if its logprobs are requested."""
         if seq.scores_prompt:
             return 0
         return self._prefixes.count_known(seq.context[:-1], seq.root)
@@ -331,24 +300,22 @@ class Prefill:
     def _gains_by_waiting(
         self, seq: Sequence, known: int, others: Iterable[tuple[Sequence, int]]
     ) -> bool:
-        """Return True if one of `others` will read more of this prompt than is `known` already."""
+        """Return True if one of `others` will cache more than `known` tokens of this prompt."""
         return any(
             self._count_common(seq, other) > max(known, position) for other, position in others
         )
 
     def _count_common(self, seq: Sequence, other: Sequence) -> int:
-        """Count the first tokens that a sequence need not read once another has read them."""
+        """Count the first tokens whose KV a sequence can take once another has read them."""
         is_whole = seq.is_suspect or seq.scores_prompt
         if is_whole or other.root != seq.root or not self._prefixes.is_on:
             return 0
         return count_shared(seq.context[:-1], other.context[:-1])
 
     def _awaited(self, seq: Sequence, position: int) -> Iterator[int]:
-        """Yield the positions after `position` up to which queued sequences share this sequence's
-        context and wait for it to be read.
-        """
+        """Yield the later positions up to which queued sequences wait for this sequence's KV."""
         at = slice(position // BLOCK * BLOCK, position // BLOCK * BLOCK + BLOCK)
-        ahead = seq.context[at]  # a quick test: most other contexts differ in this block already
+        ahead = seq.context[at]  # a quick test: most contexts differ in this block already
         for other in self._line:
             if isinstance(other, Sequence) and other is not seq and other.context[at] == ahead:
                 common = self._count_common(other, seq)
@@ -356,14 +323,11 @@ class Prefill:
                     yield common
 
     def _is_alone(self, seq: Sequence, rest: int) -> bool:
-        """Return True if a sequence with `rest` tokens to read cannot share a batch."""
-        # mlx-lm cannot pad a row that has nothing to read. The rows of a Scorer are all read from
-        # the beginning in the same passes, so they cannot stop at their own block ends.
+        # mlx-lm cannot pad an empty row, and a Scorer's rows cannot stop at their block ends.
         is_stopping = self._prefixes.needs_block_ends and seq.scores_prompt and rest >= BLOCK
         return not self.is_batched or seq.is_suspect or rest == 0 or is_stopping
 
     def _cut(self, seq: Sequence, known: int) -> list[int]:
-        """Return the sizes of the pieces in which a sequence is read together with others."""
         end = len(seq.context) - 1
         if not self._prefixes.needs_block_ends or seq.scores_prompt:
             return [end - known]
@@ -371,7 +335,7 @@ class Prefill:
         return cut_prompt(known, end, branch, min(self._awaited(seq, known), default=branch))
 
     def _choose_companions(self, first: Sequence, known: int, budget: int) -> list[Sequence]:
-        """Choose the sequences to read along with the first, and take them out of the queue."""
+        """Return the first sequence and those to read with it, taken out of the queue."""
         seqs, pieces = [first], [self._cut(first, known)]
         if self._is_alone(first, sum(pieces[0])):
             return seqs
@@ -390,7 +354,7 @@ class Prefill:
             if take_prompts([*pieces, cut], budget) == len(seqs):
                 break
             if _padding([*lengths, len(seq.context)]) > budget:
-                # Rows are padded in the KV cache too, so this counts their whole lengths.
+                # The KV of shorter rows is padded too, so whole lengths count.
                 continue
             seqs.append(seq)
             pieces.append(cut)
@@ -400,10 +364,8 @@ class Prefill:
         return seqs
 
     def _take_known(self, seq: Sequence) -> list[Any]:
-        """Return the caches into which a prompt is read; set `seq.cached_tokens` to the number of
-        its tokens that they contain.
-        """
-        # A suspect's whole prompt is read: cached KV may have caused its fault.
+        """Return caches to read a prompt into, and count their tokens in `seq.cached_tokens`."""
+        # A suspect's whole prompt is read, because cached KV may have caused its fault.
         is_whole = seq.is_suspect or seq.scores_prompt
         seq.cached_tokens, caches = 0, None
         if not is_whole:
@@ -443,21 +405,17 @@ class Prefill:
     def _open(
         self, seqs: abc.Sequence[tuple[Sequence, list[Any]]], model: Any, budget: int
     ) -> PromptProcessingBatch | Alone:
-        """Return an object that reads prompts into these caches."""
         if self.is_plain:
             return Alone(model, seqs[0][1])
         ids, caches = [seq.id for seq, _ in seqs], [layers for _, layers in seqs]
         return PromptProcessingBatch(model, ids, caches, prefill_step_size=max(budget, 1))
 
     def _chunk_size(self, batch: PrefillBatch, budget: int) -> int:
-        """Return the number of tokens of a single prompt to read now. If states are cached, the
-        chunk ends at the first block end at which states are useful, to this conversation's next
-        prompt or to another sequence.
-        """
+        """Return how many tokens of a single prompt to read now."""
         seq, position = batch.seqs[0], batch.positions[0]
         rest = len(batch.prompts[0]) - batch.read[0]
         size = min(max(1, budget), rest)
-        # The logits of a scored prompt must stay within their memory bound.
+        # A scored prompt's chunk must not grow, because its logits have a memory limit.
         if rest - size <= budget // REST_SHARE and not seq.scores_prompt:
             size = rest
         aligned = (position + size) // BLOCK * BLOCK
@@ -478,8 +436,5 @@ def _judges(entry: Sequence | PrefillBatch) -> bool:
 
 
 def _alike(one: Sequence, other: Sequence) -> bool:
-    """Return True if two sequences may share a batch: they agree on whether the prompt is scored,
-    whether an answer follows, and whether they are label steps.
-    """
     ends = [(seq.params.max_tokens == 0, seq.params.step is None) for seq in (one, other)]
     return one.scores_prompt == other.scores_prompt and ends[0] == ends[1]

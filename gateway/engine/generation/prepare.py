@@ -1,4 +1,4 @@
-"""Preparation of a job: its sequences, with their prompts, limits and sampling parameters."""
+"""Preparation of a job's sequences: prompts, limits and sampling parameters."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ from gateway.jobs.steps import SequenceParams, Verified
 
 @dataclass(frozen=True, slots=True)
 class ChatSetup:
-    """All of a chat model except its weights, and the checkpoint that has them."""
+    """Everything about a chat model except its weights."""
 
     checkpoint: Checkpoint | GgufCheckpoint
     chat: ChatTokenizer
@@ -29,24 +29,21 @@ class ChatSetup:
     max_context: int
     vocab_size: int
     sampling_defaults: Mapping[str, float]
-    unread_formats: Sequence[str] = ()  # EngineFacts explains this field and the next two
+    unread_formats: Sequence[str] = ()  # see EngineFacts for this field and the next two
     notes: Sequence[str] = ()
     verified: Verified = "no"
-    reader: ResponseTemplate | None = None  # set if none of our own formats parses the answers
-    images: ImageFormat | None = None  # None for a model that reads text alone
+    reader: ResponseTemplate | None = None  # set if no built-in format parses the answers
+    images: ImageFormat | None = None  # None if the model reads only text
 
     @property
     def reads_whole(self) -> bool:
-        """Return True if the checkpoint's `response_template` parses answers, once complete."""
         return self.reader is not None and self.reader.problem is None
 
 
 def prepare(job: GenerateJob, setup: ChatSetup) -> list[SequenceParams]:
-    """Render and encode a job's prompt; return its sequences: one per choice or, for questions, one
-    per label step (see label_scoring). Safe on any thread.
+    """Return the parameters of a job's sequences: one per choice or per label step.
 
-    Raises BadRequest for a conversation that the template refuses, and ContextLengthExceeded for a
-    prompt that leaves no room for an answer.
+    Safe on any thread. Raises BadRequest, ImageRefused or ContextLengthExceeded.
     """
     chat = setup.chat
     if job.questions:
@@ -102,9 +99,6 @@ def prepare(job: GenerateJob, setup: ChatSetup) -> list[SequenceParams]:
 
 
 def _calls_are_text(job: GenerateJob, setup: ChatSetup) -> bool:
-    """Return True if the model may call functions, but neither a format nor a grammar separates
-    calls from text.
-    """
     if job.calling is None or job.calling.forced:
         return False
     return not setup.chat.answers.reads_calls or "tool_parser" in setup.unread_formats
@@ -131,13 +125,13 @@ def _answer_limit(job: GenerateJob, prompt: TokenIds, setup: ChatSetup) -> int:
 
 
 def _complete(sampling: Sampling, defaults: Mapping[str, float]) -> Sampling:
-    """Return `sampling` with its unset fields filled from the defaults in the model's files."""
+    """Fill the unset sampling fields with the model's defaults."""
     filled: dict[str, Any] = {name: defaults[name] for name in sampling.unset & defaults.keys()}
     return replace(sampling, **filled, unset=frozenset())
 
 
 def _sampling_of_choice(sampling: Sampling, index: int) -> Sampling:
-    """Return the sampling of choice `index`: the caller's seed plus the index, if a seed is set."""
+    """Add the choice's index to the caller's seed, so that choices differ."""
     if sampling.seed is None or index == 0:
         return sampling
     return replace(sampling, seed=sampling.seed + index)

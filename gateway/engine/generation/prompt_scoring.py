@@ -11,20 +11,17 @@ from gateway.engine.answers.output_parts import TokenScores
 from gateway.engine.generation.sampling import LOWEST_LOGPROB, score
 from gateway.engine.generation.sequence import Sequence
 
-# The most bytes of float32 logits in one pass: enough for 110 tokens with a vocabulary of 151,936.
-# A whole prompt of 4,096 tokens would take 2.5 GB.
+# The most bytes of float32 logits in one pass: 110 tokens with a vocabulary of 151,936.
 MOST_BYTES = 64 << 20
 
 
 def max_scored_tokens(vocab_size: int) -> int:
-    """Return the most tokens that may be scored in one pass, padding included."""
+    """Return the most tokens, with padding, that may be scored in one pass."""
     return max(1, MOST_BYTES // (4 * vocab_size))
 
 
 class Scorer:
-    """Wraps a model and is called like the model, but also computes prompt logprobs. The calls must
-    cover all tokens of the prompts, from the first one on.
-    """
+    """A model that also computes prompt logprobs, if called with all tokens of the prompts."""
 
     def __init__(self, model: Callable[..., mx.array], seqs: abc.Sequence[Sequence]) -> None:
         self._model = model
@@ -38,7 +35,7 @@ class Scorer:
         logits = self._model(tokens, **options)
         width = tokens.shape[1]
         places: list[int] = []
-        targets: list[tuple[Sequence, int]] = []  # each place's sequence and following token
+        targets: list[tuple[Sequence, int]] = []  # each place's sequence, and the token to score
         for i, seq in enumerate(self._rows):
             following = seq.params.prompt[self._at + 1 : self._at + 1 + width]
             places += range(i * width, i * width + len(following))
@@ -49,7 +46,6 @@ class Scorer:
         return logits
 
     def _store_scores(self, logits: mx.array, targets: list[tuple[Sequence, int]]) -> None:
-        """Append the logprobs of these tokens, in order, to their sequences."""
         tokens = mx.array([token for _, token in targets])
         top = max(seq.params.logprobs or 0 for seq in self._rows)
         scores = score(logits, tokens, range(len(targets)), top)

@@ -1,9 +1,8 @@
-"""Sampling of the next tokens: bias, penalties, temperature, filters, draw, logprobs.
+"""Sampling of the next tokens, for all rows together.
 
-The parameters and their order are those of OpenAI and vLLM: bias; penalties; a grammar's mask;
-temperature; top_k; top_p, of the tokens that top_k leaves; and min_p, relative to the likeliest
-token's probability. All rows are sampled together. The parameters are passed to mlx as arrays, so
-new values need no new compilation.
+The parameters apply in the order of OpenAI and vLLM: bias, penalties, grammar mask, temperature,
+top_k, top_p, min_p. top_p counts only the tokens that top_k leaves, and min_p is relative to the
+likeliest token's probability.
 """
 
 import math
@@ -21,24 +20,21 @@ from gateway.jobs.chat import Sampling
 
 _WORD: Final = (1 << 64) - 1
 _LOG2_E: Final = math.log2(math.e)
-# Sorting for top_k and top_p covers only a window: this many of the likeliest tokens. If the last
-# size is too small, the whole vocabulary is sorted. Models' default top_k is 20 to 64. Unless a
-# model is tiny, its 1,024 likeliest tokens nearly always have 0.95 of the probability.
+# A window is the likeliest tokens, which alone are sorted for top_k and top_p. If none of these
+# sizes is enough, the whole vocabulary is sorted.
 WINDOWS: Final = (64, 1024, 16_384)
-_P_WINDOW: Final = WINDOWS[1]
-# Tokens per block. The K greatest logits of a row are in the K blocks with the greatest maxima, so
-# only the maxima and these blocks are partitioned, not the whole vocabulary. On a CPU with 151,936
-# entries and K = 64 this takes 0.3 ms instead of 2.8. It also helps on Metal, where a partition is
-# a full sort (mlx, backend/metal/sort.cpp). Large windows need short blocks.
+_P_WINDOW: Final = WINDOWS[1]  # nearly always enough for a top_p of 0.95
+# Tokens per block, for small and for large windows. The K greatest logits are in the K blocks with
+# the greatest maxima, so only these blocks are partitioned. This takes 0.3 ms instead of 2.8 on
+# a CPU (151,936 entries, K = 64).
 _LONG_BLOCK, _SHORT_BLOCK = 32, 16
-_SUMMED: Final = 128  # tokens in a block of `_draw_from_all`, which draws a block, then a token
-# A stretch is a run of _SIDE * _SIDE tokens. Its maximum is taken over a square array, first along
-# the columns: on a CPU, mlx takes three times as long (in bfloat16 six times) for a maximum along
-# the last axis.
+_SUMMED: Final = 128
+# On a CPU, mlx takes three times as long for a maximum along the last axis. So the maximum of
+# _STRETCH tokens, a stretch, is taken over a square array, first along the columns.
 _SIDE: Final = 32
 _STRETCH: Final = _SIDE * _SIDE
 
-# vLLM's substitute for the logprob -inf, which JSON cannot express and which breaks arithmetic.
+# vLLM's substitute for the logprob -inf, which JSON cannot express.
 LOWEST_LOGPROB: Final = -9999.0
 
 T = TypeVar("T", bound=np.generic)
@@ -46,7 +42,7 @@ Floats = npt.NDArray[np.float32]
 
 
 class Adjustments:
-    """The bias and penalties that change some of one sequence's logits, by token."""
+    """The bias and penalties of one sequence, by token."""
 
     def __init__(self, sampling: Sampling, vocab_size: int, prompt: Sequence[int]) -> None:
         self._sampling = sampling
@@ -66,8 +62,8 @@ class Adjustments:
                 self._bias[place] = bias
         if self._repels:
             for token in set(prompt):
-                if token < vocab_size:  # others stand for images
-                    place = self._place(token)  # it may replace the arrays
+                if token < vocab_size:
+                    place = self._place(token)  # may replace `_was_read`
                     self._was_read[place] = True
 
     def __len__(self) -> int:
@@ -85,8 +81,9 @@ class Adjustments:
             self._counts[place] += 1
 
     def changes(self) -> tuple[Floats, Floats, Floats]:
-        """Return three arrays for `ids`, (n,) each, to be applied in this order: a bias to add, a
-        factor (positive logits are divided by it, others multiplied), and a penalty to subtract.
+        """Return a bias to add, a factor, and a penalty to subtract, (n,) each, in this order.
+
+        Positive logits are divided by the factor, others multiplied.
         """
         counts = self._counts[: len(self)]
         penalty = self._sampling.frequency_penalty * counts
@@ -109,9 +106,7 @@ def _double(array: npt.NDArray[T]) -> npt.NDArray[T]:
 
 
 class Sampler:
-    """One sequence's sampling parameters and random numbers, and its window: how many of the
-    likeliest tokens are sorted.
-    """
+    """The sampling parameters, random numbers and window of one sequence."""
 
     def __init__(self, sampling: Sampling, vocab_size: int, prompt: Sequence[int] = ()) -> None:
         self.sampling = sampling
@@ -123,7 +118,6 @@ class Sampler:
 
     @property
     def is_greedy(self) -> bool:
-        """Return True if the likeliest token is always taken."""
         return 0 in (self.sampling.temperature, self.sampling.top_p) or self.top_k == 1
 
     @property
@@ -135,45 +129,39 @@ class Sampler:
 
     @property
     def is_certain(self) -> bool:
-        """Return True if the window contains all tokens that the filters keep, for any logits."""
+        """Return True if the window always contains all tokens that the filters keep."""
         return self.is_greedy or bool(self.top_k) or self.window in (0, self._vocab_size)
 
     def widen(self) -> None:
-        """Use the next larger window from now on."""
         self._window = self._smallest(self._window + 1)
 
     def count(self, token: int) -> None:
-        """Count a generated token for the penalties."""
         self.adjustments.count(token)
 
     def uniform(self, position: int) -> float:
-        """Return the random number for a position, in [0, 1), with float32's 24 bits."""
-        # The number depends only on seed and position, so a seeded sequence is reproduced exactly
-        # in any batch, and after it was preempted. SplitMix64 (Steele, Lea and Flood, OOPSLA 2014)
-        # hashes a counter, so there is no generator state to save.
+        """Return the random number in [0, 1) for a position, with 24 random bits."""
+        # It depends only on seed and position, so a seeded answer is the same in any batch and
+        # after preemption (SplitMix64: Steele, Lea and Flood, OOPSLA 2014).
         z = (self._seed + (position + 1) * 0x9E3779B97F4A7C15) & _WORD
         z = ((z ^ z >> 30) * 0xBF58476D1CE4E5B9) & _WORD
         z = ((z ^ z >> 27) * 0x94D049BB133111EB) & _WORD
         return float((z ^ z >> 31) >> 40) / (1 << 24)
 
     def _smallest(self, least: int) -> int:
-        """Return the smallest window of at least `least` tokens."""
         return next(
             (size for size in WINDOWS if least <= size < self._vocab_size), self._vocab_size
         )
 
 
 def is_finite(logits: mx.array) -> mx.array:
-    """Return which rows of logits, (rows, vocabulary), can be sampled from, as (rows,) bool: rows
-    without NaN and inf in which some token isn't -inf.
-    """
-    # A row's maximum is finite only if all of this is true.
+    """Return which rows of logits, (rows, vocabulary), can be sampled from, as (rows,) bool."""
+    # The maximum is finite if the row has no NaN or inf, and some token isn't -inf.
     return mx.isfinite(_peak(logits))[:, 0]
 
 
 def adjust_logits(samplers: Sequence[Sampler], logits: mx.array) -> mx.array:
-    """Apply every row's bias and penalties to logits, (rows, vocabulary), in one scatter. If no row
-    has any, the logits are returned unchanged; otherwise the result is float32.
+    """Apply every row's bias and penalties to logits, (rows, vocabulary). The result is float32, or
+    the same array if no row has any.
     """
     adjusting = [i for i, sampler in enumerate(samplers) if sampler.adjustments]
     if not adjusting:
@@ -184,22 +172,19 @@ def adjust_logits(samplers: Sequence[Sampler], logits: mx.array) -> mx.array:
     parts = zip(*(adjustment.changes() for adjustment in adjustments), strict=True)
     bias, factor, penalty = (np.concatenate(part) for part in parts)
     at = mx.array(rows.astype(np.int32)), mx.array(ids)
-    # In bfloat16, a small bias would be lost: between 16 and 32 its steps are 0.125.
+    # A small bias would be lost in bfloat16, whose steps are 0.125 between 16 and 32.
     values = logits[at].astype(mx.float32) + mx.array(bias)
     if (factor != 1).any():
         factors = mx.array(factor)
         values = mx.where(values > 0, values / factors, values * factors)
-    # `astype` returns a new array even for the same dtype, so the caller's array is unchanged.
-    # Nothing else refers to the new one, so MLX writes to it without another copy.
+    # `astype` returns a new array even for the same dtype, so the caller's logits don't change.
     adjusted = logits.astype(mx.float32)
     adjusted[at] = values - mx.array(penalty)
     return adjusted
 
 
 def bar_tokens(logits: mx.array, tokens: Sequence[tuple[int, Collection[int]]]) -> mx.array:
-    """Return logits, (rows, vocabulary), with -inf for the barred tokens: `tokens` has pairs of a
-    row and its barred ids.
-    """
+    """Return logits, (rows, vocabulary), with -inf for each (row, barred ids) in `tokens`."""
     vocab_size = logits.shape[-1]
     pairs = [(row, token) for row, barred in tokens for token in barred if token < vocab_size]
     if not pairs:
@@ -211,9 +196,7 @@ def bar_tokens(logits: mx.array, tokens: Sequence[tuple[int, Collection[int]]]) 
 
 
 def force_tokens(logits: mx.array, tokens: Sequence[tuple[int, int]]) -> mx.array:
-    """Return logits, (rows, vocabulary), with which some rows can choose only one token. `tokens`
-    has pairs of such a row and its token's id.
-    """
+    """Return logits, (rows, vocabulary), that allow only the given token in some rows."""
     pairs = [(row, token) for row, token in tokens if token < logits.shape[-1]]
     if not pairs:
         return logits
@@ -225,34 +208,30 @@ def force_tokens(logits: mx.array, tokens: Sequence[tuple[int, int]]) -> mx.arra
 
 
 def keep_open(logits: mx.array, row: int, thinking: Thinking) -> mx.array:
-    """Return logits, (rows, vocabulary), with which a row cannot end its answer while thinking."""
+    """Change logits, (rows, vocabulary), so that a row can't end its answer while thinking."""
     stops = mx.array(thinking.stops)
     end = logits[row, stops].max()
     logits[row, stops] = -mx.inf
     close = thinking.closes_with
     if close is not None:
-        # The token that ends the thinking becomes at least as likely as the end of the answer was.
         logits[row, close] = mx.maximum(logits[row, close], end)
     return logits
 
 
 @dataclass(frozen=True, slots=True)
 class ChosenTokens:
-    """The next tokens, (rows,). `is_sure`, (rows,) bool, is True for rows whose window contained
-    all tokens that the filters keep; other rows must be drawn again with a wider window. None means
-    True for all rows.
-    """
+    """The next tokens, and whether each row's window was large enough."""
 
-    tokens: mx.array
-    is_sure: mx.array | None
+    tokens: mx.array  # (rows,)
+    is_sure: mx.array | None  # (rows,) bool: False if a row must be drawn again; None: all True
 
 
 def choose(samplers: Sequence[Sampler], logits: mx.array, positions: Sequence[int]) -> ChosenTokens:
-    """Choose one token per row from adjusted logits, (rows, vocabulary). `positions` has each
-    token's position in its answer, on which its random number depends.
+    """Choose one token per row from adjusted logits, (rows, vocabulary).
 
-    Rows with the same window are drawn together. A row's window does not depend on other rows.
+    `positions` are the tokens' indices in their answers.
     """
+    # Rows are grouped by window, so that a row's window doesn't depend on other rows.
     groups: dict[int, list[int]] = {}
     for row, sampler in enumerate(samplers):
         if not sampler.is_greedy:
@@ -290,8 +269,8 @@ def _draw_from_all(
     lacking = -weights.shape[-1] % _SUMMED
     if lacking:
         weights = mx.pad(weights, [(0, 0), (0, lacking)])
-    # A block is drawn first, then a token in it: a cumulative sum over the whole vocabulary would
-    # lose small weights to rounding.
+    # A block is drawn first, then a token in the block: a cumulative sum over the whole vocabulary
+    # would lose small weights to rounding.
     blocks = weights.reshape(len(samplers), -1, _SUMMED)
     sums = mx.sum(blocks, axis=-1)
     above = mx.cumsum(sums, axis=-1, inclusive=False)
@@ -305,9 +284,7 @@ def _draw_from_all(
 def _draw_in_window(
     samplers: Sequence[Sampler], logits: mx.array, uniforms: Sequence[float], window: int
 ) -> tuple[mx.array, mx.array]:
-    """Draw from the `window` likeliest tokens. Return the tokens, (rows,), and `is_sure` as in
-    ChosenTokens.
-    """
+    """Draw from the `window` likeliest tokens. Return the tokens and `is_sure` of ChosenTokens."""
     samplings = [sampler.sampling for sampler in samplers]
     ids = _likeliest(logits, window)
     values = mx.take_along_axis(logits, ids, axis=-1)
@@ -328,16 +305,12 @@ def _draw_in_window(
     weights = mx.where(weights >= min_p, weights, 0)
     target = _column(uniforms) * mx.sum(weights, axis=-1, keepdims=True)
     place = _find_places(weights, target)
-    # Rows with NaN count as sure: a wider window would not help.
     return mx.take_along_axis(ids, place, axis=-1)[:, 0], mx.logical_not(in_window < nucleus)[:, 0]
 
 
 def _weights(samplers: Sequence[Sampler], logits: mx.array, peak: mx.array) -> mx.array:
-    """Return the probabilities of logits, (rows, n) float32, in proportion to that of `peak`,
-    (rows, 1), which counts as 1.
-    """
-    # Powers of two are used because on a CPU mlx's `exp` takes 23 ns per element and `power` 7.
-    # Temperatures below 1e-4 count as 1e-4.
+    """Return probabilities, (rows, n) float32, relative to the probability of `peak`, (rows, 1)."""
+    # On a CPU, mlx's `exp` takes 23 ns per element, and `power` takes 7.
     scale = [_LOG2_E / max(sampler.sampling.temperature, 1e-4) for sampler in samplers]
     below = logits.astype(mx.float32) - peak.astype(mx.float32)
     return mx.power(2.0, below * _column(scale))
@@ -347,8 +320,7 @@ def _find_places(weights: mx.array, target: mx.array) -> mx.array:
     """Return the first place, (rows, 1), where the cumulative sum of weights, (rows, n), exceeds
     the target.
     """
-    # Only places with a weight above zero count, so a filtered token is never drawn. If rounding
-    # keeps the whole sum below the target, the last such place is returned.
+    # A place with weight 0 is never chosen, even if rounding keeps the sum below the target.
     count = weights.shape[-1]
     place = mx.arange(count)
     is_past = mx.cumsum(weights, axis=-1) > target
@@ -357,9 +329,7 @@ def _find_places(weights: mx.array, target: mx.array) -> mx.array:
 
 
 def _stretches(logits: mx.array) -> mx.array:
-    """Return the greatest logit of each stretch of tokens, (rows, stretches). The last stretch ends
-    with the vocabulary's last token, so it may overlap the stretch before.
-    """
+    """Return the greatest logit of each stretch, (rows, stretches). The last two may overlap."""
     rows, vocab_size = logits.shape
     count = vocab_size // _STRETCH
     sides = logits[:, : count * _STRETCH].reshape(rows, count, _SIDE, _SIDE)
@@ -384,8 +354,7 @@ def _likeliest_one(logits: mx.array) -> mx.array:
         return mx.argmax(logits, axis=-1)
     stretch = mx.argmax(_stretches(logits), axis=-1, keepdims=True)
     start = mx.minimum(stretch * _STRETCH, vocab_size - _STRETCH)
-    # If the last stretch is chosen, its maximum is not in the overlap: otherwise the stretch before
-    # would have the same maximum, and argmax returns the first.
+    # The last stretch is never chosen for a maximum in its overlap: argmax returns the first.
     inner = mx.take_along_axis(logits, start + mx.arange(_STRETCH, dtype=mx.uint32), axis=-1)
     return start[:, 0] + mx.argmax(inner, axis=-1)
 
@@ -418,32 +387,28 @@ def _likeliest(logits: mx.array, count: int) -> mx.array:
 
 
 def _column(values: Sequence[float]) -> mx.array:
-    """Return an array, (rows, 1) float32, of one number per row."""
     return mx.array(list(values), dtype=mx.float32)[:, None]
 
 
 @dataclass(frozen=True, slots=True)
 class TopLogprobs:
-    """Logprobs of some rows of a batch, still on the device; `rows` are these rows' indices.
-
-    `chosen`, (rows,), has the logprobs of the chosen tokens; `ids` and `logprobs`, (rows, k), have
-    the likeliest tokens, in descending order.
-    """
+    """Logprobs of some rows of a batch, still on the device."""
 
     rows: Sequence[int]
-    chosen: mx.array
-    ids: mx.array
-    logprobs: mx.array
+    chosen: mx.array  # (rows,): logprobs of the chosen tokens
+    ids: mx.array  # (rows, k): the likeliest tokens, in descending order
+    logprobs: mx.array  # (rows, k): logprobs of `ids`
 
 
 def score(logits: mx.array, tokens: mx.array, rows: Sequence[int], k: int) -> TopLogprobs:
     """Return the logprobs of the chosen `tokens` and of the `k` likeliest tokens, for `rows` only.
+
     A logprob is the log-softmax of the adjusted logits, without temperature.
     """
     places = mx.array(list(rows))
     logits = logits[places].astype(mx.float32)
     peak = _peak(logits)
-    # Powers of two, as in `_weights`, take half the time of mlx's logsumexp on a CPU.
+    # On a CPU, powers of two take half the time of mlx's logsumexp.
     total = peak + mx.log(mx.sum(mx.power(2.0, (logits - peak) * _LOG2_E), axis=-1, keepdims=True))
     chosen = (mx.take_along_axis(logits, tokens[places][:, None], axis=-1) - total)[:, 0]
     ids = _likeliest(logits, max(k, 1))

@@ -1,8 +1,7 @@
-"""A test, for each model, of whether its sequences may be batched.
+"""A test of whether a model's sequences may be batched.
 
-Some of mlx-lm's architectures give different logits in a batch than alone: padding leaks into a
-state, or a mask is applied to scores of another shape. No error is raised; only a comparison shows
-it.
+Some of mlx-lm's architectures compute other logits in a batch than alone, without an error. For
+example, padding leaks into a state.
 """
 
 import hashlib
@@ -35,20 +34,17 @@ from gateway.errors import Fault
 from gateway.jobs.steps import Verdict
 
 # The largest difference that rounding may cause: the root mean square difference of logits, divided
-# by the standard deviation of the logits alone. With tiny random models in float32, wrong logits
-# differed by 0.1 to 1.4 and correct ones by 1e-6. The bounds for float16 and bfloat16 are eight and
-# sixty-four times their rounding, since products of other shapes are summed in another order in
-# each layer.
+# by the standard deviation of the logits alone. In float32, the logits of tiny random models
+# differed by at least 0.1 if they were wrong, and by 1e-6 if they were right.
 BOUNDS: Final = {mx.float32: 1e-2, mx.float16: 3e-2, mx.bfloat16: 1e-1}
 LENGTHS: Final = (5, 9, 16)  # prompts' lengths in tokens: short, since the test blocks the lane
-ANSWER_TOKENS: Final = 3  # tokens after each prompt; they are given, so that ties don't matter
+ANSWER_TOKENS: Final = 3  # fixed tokens after each prompt, so that ties in sampling don't matter
 PADDED: Final = 4  # rows of the test that varies the padding
 CHUNK: Final = 256
-IMAGE_PLACE: Final = 3  # the index of an image's first token, in a prompt of the longest kind
-IMAGE_SIZE: Final = (2, 4)  # its rows and columns of tokens
-# The verdict on a model whose caches mlx-lm cannot batch. It needs no test.
+IMAGE_PLACE: Final = 3  # the index of the image's first token in its prompt
+IMAGE_SIZE: Final = (2, 4)  # the image's rows and columns of tokens
 ALONE: Final = Verdict(False, False, False, True, "its KV cache cannot be batched")
-LONGEST_WINDOW: Final = 8192  # longer windows are not tested
+LONGEST_WINDOW: Final = 8192
 
 Tokens: TypeAlias = list[int]
 Steps: TypeAlias = Generator[None]
@@ -60,43 +56,34 @@ class _Row:
 
     prompt: Tokens
     answer: Tokens
-    reference: str = "those alone"  # the origin of `expected`, in words
-    expected: list[mx.array] = field(default_factory=list)  # logits of the row alone
-    logits: list[mx.array] = field(default_factory=list)  # logits of the trial
+    reference: str = "those alone"
+    expected: list[mx.array] = field(default_factory=list)
+    logits: list[mx.array] = field(default_factory=list)
     images: Images | None = None
 
     @property
     def inputs(self) -> Tokens:
-        """Return the tokens that are decoded one by one."""
         return [self.prompt[-1], *self.answer]
 
     @property
     def is_over(self) -> bool:
-        """Return True once every token is decoded."""
         return len(self.logits) == len(self.inputs)
 
 
 @dataclass(slots=True)
 class _Batch:
-    """Rows between two steps, with their caches."""
-
     rows: list[_Row]
     cache: list[Any]
 
 
 class BatchSelfTest:
-    """The self-test: compares batched rows with the same rows alone, as mlx-lm's generate_step
-    reads them.
-
-    `steps` runs the test, one pass per step, short prompts first; `verdict` is the result so far.
-    `longest` is the model's maximum context.
-    """
+    """A comparison of batched rows with the same rows alone."""
 
     def __init__(
         self,
         model: Any,
         vocab_size: int,
-        longest: int,
+        longest: int,  # the model's maximum context
         dtype: mx.Dtype,
         sight: Sight | None = None,
     ) -> None:
@@ -109,13 +96,12 @@ class BatchSelfTest:
         self.verdict = Verdict()
 
     def verdicts(self) -> Generator[Verdict]:
-        """Run the test; yield the result so far after each step."""
+        """Run the test, one pass per step; yield the result so far."""
         for _ in self.steps():
             yield self.verdict
         yield self.verdict
 
     def steps(self) -> Steps:
-        """Test short prompts; then, if the model has a sliding window, a prompt longer than it."""
         if not can_batch(self._model):
             self.verdict = ALONE
             return
@@ -167,7 +153,6 @@ class BatchSelfTest:
         self.verdict = replace(self.verdict, **findings)
 
     def _try(self, what: str, rows: Sequence[_Row], trial: Steps) -> Steps:
-        """Run a trial; compare each row's logits with those expected, and note the result."""
         for row in rows:
             row.logits = []
         try:
@@ -189,10 +174,8 @@ class BatchSelfTest:
             self._note(problem=self.verdict.problem or f"{what}: {problem}")
 
     def _gap(self, row: _Row) -> str:
-        """Return a description of the difference if at least half of a row's logits differ too
-        much; otherwise an empty string.
-        """
-        # A tie in the choice of experts may make all logits of one pass differ.
+        """Describe the difference if half of a row's logits are too far apart; else return ""."""
+        # All logits of one pass may differ because of a tie in the choice of experts.
         gaps = [_distance(*pair) for pair in zip(row.expected, row.logits, strict=True)]
         far = [gap for gap in gaps if not gap <= self._bound]
         if 2 * len(far) < len(gaps):
@@ -212,7 +195,6 @@ class BatchSelfTest:
             yield
 
     def _reader(self, rows: Sequence[_Row]) -> Any:
-        """Return the model as it is called to read the prompts of these rows."""
         if self._sight is None or all(row.images is None for row in rows):
             return self._model
         reader = self._sight.reader(rows)
@@ -234,9 +216,7 @@ class BatchSelfTest:
         known: int = 0,
         model: Any = None,
     ) -> Generator[None, None, _Batch]:
-        """Read several prompts together, or a single one in chunks. The first `known` tokens of the
-        first prompt are in its cache already.
-        """
+        """Read prompts; the first `known` tokens of the first one are in its cache already."""
         caches = caches or [make_batch_caches(self._model) for _ in rows]
         batch = PromptProcessingBatch(
             model or self._reader(rows), list(range(len(rows))), caches, prefill_step_size=1 << 30
@@ -249,7 +229,6 @@ class BatchSelfTest:
         return _Batch(rows, batch.prompt_cache)
 
     def _decode(self, batch: _Batch) -> Steps:
-        """Decode one token per row; drop the rows that are over."""
         inputs = [row.inputs[len(row.logits)] for row in batch.rows]
         found = self._launch_pass(inputs, batch.cache, batch.rows)
         for row, logits in zip(batch.rows, found, strict=True):
@@ -280,15 +259,13 @@ class BatchSelfTest:
 
     def _exchange_padding(self, padded: _Row) -> Steps:
         """Read short prompts beside a longer one twice, with different padding tokens."""
-        # Padding that leaks in shows most in the first logits of each prompt, so only those are
-        # compared. Both passes have the same shapes and so the same rounding: a difference can
-        # only come from the padding, in any dtype.
+        # Rounding is the same in both passes, because they have the same shapes.
         rows = [self._draw_tokens(LENGTHS[0]) for _ in range(PADDED)]
         rows.append(self._draw_tokens(LENGTHS[-1]))
         padding = mx.array(self._draw_tokens(LENGTHS[-1]).prompt[:-1])
 
         def with_padding(tokens: mx.array, cache: Any) -> Any:
-            """Run the model with other tokens for 0: mlx-lm's padding, which no prompt here has."""
+            """Run the model with other padding: mlx-lm pads with 0, which no prompt here has."""
             return self._model(mx.where(tokens == 0, padding, tokens), cache=cache)
 
         for model, results in ((self._model, padded.expected), (with_padding, padded.logits)):
@@ -304,15 +281,14 @@ class BatchSelfTest:
         yield from self._finish(batch)
 
     def _from_a_prefix(self, row: _Row, prefixes: PrefixCache) -> Steps:
-        """Read a block, cache its KV, and continue from the cached KV."""
         block = _Row([*row.prompt[:BLOCK], 0], [])
         read = yield from self._read([block])
         prefixes.store(row.prompt[:BLOCK], read.cache, 0)
         yield from self._continue(row, prefixes)
 
     def _in_pieces(self, longer: _Row, long: _Row, short: _Row, prefixes: PrefixCache) -> Steps:
-        """Read two prompts, padded, up to the block ends where states are cached; then read their
-        rest together with a third prompt.
+        """Read two prompts up to block ends and cache states there; then read the rest with a third
+        prompt.
         """
         first: Any  # untyped in mlx-lm
         first, second = (
@@ -345,27 +321,23 @@ def read_probe(model: Any, vocab_size: int) -> None:
 
 
 def bound_of(dtype: mx.Dtype) -> float:
-    """Return the bound in BOUNDS for this dtype."""
     return BOUNDS.get(dtype, BOUNDS[mx.bfloat16])
 
 
 def is_listed(model: Any) -> bool:
-    """Return True if a model's architecture is in EQUAL."""
     return architecture(type(model)) in EQUAL
 
 
 def _distance(expected: mx.array, logits: mx.array) -> float:
-    """Return the root mean square difference of logits, in standard deviations of `expected`; inf
-    for NaN.
+    """Return the root mean square difference of logits, in standard deviations of `expected`.
 
-    Entries that are not finite in `expected`, such as a forbidden token's, are left out.
+    Entries that are not finite in `expected` are left out.
     """
     is_number = mx.isfinite(expected)
     count = mx.maximum(is_number.sum(), 1)
     mean = mx.where(is_number, expected, 0).sum() / count
     variance = mx.where(is_number, mx.square(expected - mean), 0).sum() / count
     mean_square = mx.where(is_number, mx.square(expected - logits), 0).sum() / count
-    # mlx's stubs have no type for the result of `item`.
     distance: Any = mx.sqrt(mean_square / mx.maximum(variance, 1e-12)).item()
     if math.isnan(distance):
         return math.inf
@@ -373,7 +345,7 @@ def _distance(expected: mx.array, logits: mx.array) -> float:
 
 
 def window_of(model: Any, longest: int) -> int | None:
-    """Return the model's longest sliding window that a test prompt may exceed; None without one."""
+    """Return the longest sliding window that a test prompt can exceed; None if there is none."""
     cache = make_prompt_cache(model)
     layers = [inner for layer in cache for inner in getattr(layer, "caches", (layer,))]
     sizes = [getattr(layer, "max_size", None) or 0 for layer in layers]
@@ -382,17 +354,12 @@ def window_of(model: Any, longest: int) -> int | None:
 
 
 def count_tokens(model: Any, longest: int) -> int:
-    """Return the length of the self-test's longest row, in tokens."""
     return max(window_of(model, longest) or 0, 2 * BLOCK) + LENGTHS[0] + ANSWER_TOKENS
 
 
 def self_test_digest(checkpoint: Listing, device: Device, numbers: Numbers) -> str:
-    """Hash everything that a verdict depends on: architecture, number formats, versions, device and
-    BLAS.
-
-    The weights' names, dtypes and shapes are hashed, from the files' headers, but not their values,
-    which don't decide whether batching works. So a model's folder can be copied or downloaded again
-    without another test. Raises ModelLoadFailed for incomplete files.
+    """Hash everything that a verdict depends on, except the weights' values, which don't decide
+    whether batching works. Raises ModelLoadFailed for incomplete files.
     """
     known: Any = mx.device_info() if device is not Device.CPU else {}  # untyped in mlx's stubs
     named = {

@@ -1,5 +1,5 @@
-"""The state of one answer during generation: its tokens, text, grammar and end. Also the search for
-the sequence that caused a pass to fail.
+"""The state of one answer during generation, and the search for the sequence that made a pass
+fail.
 """
 
 import math
@@ -22,7 +22,7 @@ from gateway.jobs.steps import SequenceParams
 
 
 class Sequence:
-    """One answer during generation, made from its `SequenceParams`."""
+    """One answer during generation."""
 
     def __init__(
         self,
@@ -39,22 +39,19 @@ class Sequence:
         self.index = params.index
         self.params = params
         self.sampler = sampler
-        # The prompt and the answer so far, on which the next token depends. The list may be long,
-        # so it is never copied.
-        self.context: list[int] = [*params.prompt]
+        self.context: list[int] = [*params.prompt]  # the prompt and the answer so far
         self.tokens: list[int] = []
         self.prompt_logprobs: list[TokenLogprob] = []  # one for each prompt token except the first
         self.cached_tokens = 0  # prompt tokens found in the prefix cache
         self.kept_tokens = 0  # prompt tokens added to the prefix cache
         self.unkept_tokens = 0  # prompt tokens that the prefix cache had no room for
-        # Positions, in tokens, at which states were cached while decoding.
-        self.kept_ends: list[int] = []
-        self.read_last = 0  # tokens that the last speculative pass read
-        self.stops_at_blocks = False  # passes end at block ends, where states are cached
-        self.is_suspect = False  # True after a failed pass, until it has been read again, alone
-        self.was_suspect = False  # it has been a suspect at some time
-        self.is_broken = False  # making its deltas raised an error
-        self.is_held = False  # True while it is parked: it doesn't run until it is resumed
+        self.kept_ends: list[int] = []  # positions at which states were cached while decoding
+        self.read_last = 0
+        self.stops_at_blocks = False  # True if passes end at block ends, where states are cached
+        self.is_suspect = False  # True after a failed pass, until the sequence is read alone
+        self.was_suspect = False  # True once the sequence has been a suspect
+        self.is_broken = False  # True if making the deltas raised an error
+        self.is_held = False  # True if the sequence must not decode until it is resumed
         self._output = output
         self._eos_ids = eos_ids
         self._thinking = thinking
@@ -69,41 +66,32 @@ class Sequence:
 
     @property
     def has_images(self) -> bool:
-        """Return True if its prompt has images."""
         return self.images is not None
 
     @property
     def adapter(self) -> int:
-        """Return the adapter's number, 0 for none."""
         if self.params.adapter is None:
             return 0
         return self.params.adapter.number
 
     @property
     def root(self) -> Root:
-        """Return the root of the prompt's blocks in the prefix cache. It includes the adapter,
-        because adapters change the KV.
-        """
         return self.adapter, self.params.cache_salt
 
     @property
     def scores_prompt(self) -> bool:
-        """Return True if the prompt's logprobs are requested and not computed yet."""
         params = self.params
         return params.echoed is not None and params.logprobs is not None and not self.tokens
 
     def add_prompt_score(self, token: int, scores: TokenScores) -> None:
-        """Append the logprobs of the prompt's next token."""
         assert self.params.echoed is not None
         text = self.params.echoed[len(self.prompt_logprobs) + 1]
         self.prompt_logprobs.append(scores.to_logprob(self._output.vocabulary, token, text))
 
     def error_delta(self, error: str, *, is_out_of_memory: bool = False) -> Delta:
-        """Return the delta that ends this sequence with an error."""
         return Delta(self.index, id=self.id, error=error, is_out_of_memory=is_out_of_memory)
 
     def echo_delta(self) -> Delta:
-        """Return the only delta of a sequence with `max_tokens` 0, which only echoes its prompt."""
         try:
             prompt = self._echo()
         except ValueError as error:
@@ -123,7 +111,6 @@ class Sequence:
 
     @property
     def is_at_last(self) -> bool:
-        """Return True if the next token reaches the token limit."""
         return len(self.tokens) + 1 >= self.params.max_tokens
 
     @property
@@ -133,18 +120,14 @@ class Sequence:
 
     @property
     def barred(self) -> frozenset[int]:
-        """Return the tokens that may not be next because `min_tokens` is not reached: EOS tokens
-        and stop tokens.
-        """
+        """Return the EOS and stop tokens while they are forbidden by `min_tokens`."""
         if len(self.tokens) < self.params.sampling.min_tokens:
             return self._ends
         return frozenset()
 
     @property
     def forced_end(self) -> int | None:
-        """Return the token that must be next because the thinking budget is spent; None if the next
-        token is free.
-        """
+        """Return the token that must be next because the thinking budget is spent, if any."""
         budget = self._thinking.budget
         if budget is None or self.matcher is not None or budget.forced in self.barred:
             return None
@@ -160,14 +143,14 @@ class Sequence:
 
     @property
     def thinking_first(self) -> Thinking | None:
-        """Return the thinking in progress if an answer with a grammar must follow it; else None."""
+        """Return the thinking in progress if a grammar binds the answer after it; else None."""
         if self._matcher is None or not self._thinking.is_on:
             return None
         return self._thinking
 
     @property
     def is_over(self) -> bool:
-        """Return True if the answer contains a stop string or its only allowed call, or failed."""
+        """Return True if a stop string, the only allowed call or an error ended the answer."""
         one_call = self.params.calling is not None and not self.params.calling.parallel
         parser = self._output.parser
         made_its_call = one_call and parser.mode != "forced" and parser.calls > 0
@@ -178,21 +161,14 @@ class Sequence:
         self.params = replace(self.params, max_tokens=min(max_tokens, self.params.max_tokens))
 
     def preempt(self) -> None:
-        """Prepare for reading the prompt and the answer so far again. The answer stays the same.
-
-        A token that is chosen but not yet appended will be chosen again, with the same random
-        number.
-        """
+        """Prepare for reading all tokens again; a token not yet appended is chosen again."""
         self.cached_tokens = self.kept_tokens = 0
 
     def end_early(self) -> list[Delta]:
-        """End the answer here, with finish reason `length`. Return deltas with the text that was
-        held back.
-        """
+        """End the answer with finish reason `length`; return deltas with the text held back."""
         return self._deltas(self._output.finish(is_cut=True), "length", reasoned=False, tokens=0)
 
     def suspect(self, *, is_read_alone: bool) -> None:
-        """Prepare for reading the sequence again after a failed pass."""
         self.is_suspect = is_read_alone
         self.was_suspect = self.was_suspect or is_read_alone
         self.preempt()
@@ -201,22 +177,18 @@ class Sequence:
             self._matcher = self._grammar.matcher(matched)
 
     def bound(self, place: int) -> BoundRow | None:
-        """Return the grammar's constraint on the next token, for row `place` of a batch; None
-        without a grammar.
-        """
+        """Return the grammar's constraint on row `place` of a batch; None without a grammar."""
         if self.matcher is None:
             return None
         return BoundRow(place, self.matcher, self._thinking.opens_with, self.barred)
 
     def forced(self, limit: int) -> list[int]:
-        """Return up to `limit` tokens that the grammar forces."""
         bound = self.bound(0)
         if bound is None:
             return []
         return bound.forced(self._ahead(limit))
 
     def _ahead(self, limit: int) -> int:
-        """Return how many speculative tokens this sequence's next pass may have, up to `limit`."""
         return min(limit, -len(self.context) % BLOCK) if self.stops_at_blocks else limit
 
     def certainty(self, token: int) -> TokenScores | None:
@@ -226,10 +198,8 @@ class Sequence:
         return TokenScores(0.0, [token], [0.0], self.params.logprobs)
 
     def room(self, limit: int) -> int:
-        """Return the number of tokens that a draft may have, up to `limit`. It is 0 if the choice
-        of a token depends on the tokens chosen just before, as with penalties or a grammar: then
-        only one token can be chosen per pass.
-        """
+        """Return how many tokens a draft may have, up to `limit`."""
+        # Penalties and grammars need each token before the next one is chosen.
         depends = self._matcher is not None or self.barred or len(self.sampler.adjustments)
         if depends or self.params.logprobs is not None or not self.sampler.is_certain:
             return 0
@@ -238,9 +208,7 @@ class Sequence:
         return room if budget is None else budget.room(room)
 
     def append(self, token: int) -> FinishReason | None:
-        """Append the next token. Return the finish reason if it ends the answer, else None. The
-        token's text may end the answer too, but is not looked at here.
-        """
+        """Append the next token; return the finish reason if the token itself ends the answer."""
         is_free = self._thinking.take(token)
         self.tokens.append(token)
         self.context.append(token)
@@ -255,9 +223,7 @@ class Sequence:
         return "length" if len(self.tokens) >= self.params.max_tokens else None
 
     def to_deltas(self, ended: FinishReason | None, scores: TokenScores | None) -> list[Delta]:
-        """Return the deltas of the newest token, including text that was held back until now. If
-        the answer ends, the last delta has the finish reason.
-        """
+        """Return the deltas of the newest token, with text that was held back before."""
         if self._matcher is not None and self._matcher.error is not None:
             return [self.error_delta(f"its grammar broke: {self._matcher.error}")]
         token = self.tokens[-1]
@@ -265,8 +231,7 @@ class Sequence:
         was_thinking = self._output.parser.is_thinking
         is_end = token in self._ends or (token in self._eos_ids and self._matcher is not None)
         if not is_end or (scores is not None and len(self.tokens) == 1):
-            # If an answer is a single token, it is returned even if special: rerankers need its
-            # logprobs.
+            # An answer's only token is returned even if special: rerankers need its logprobs.
             is_only = ended is not None and len(self.tokens) == 1
             may_stop = len(self.tokens) > self.params.sampling.min_tokens
             parts = self._output.push(
@@ -289,7 +254,6 @@ class Sequence:
         tokens: int = 1,
     ) -> list[Delta]:
         ready = self._output.take_logprobs(is_last=ended is not None)
-        # The token count, logprobs and finish reason go with the last part.
         filled = [part for part in parts if part.text or part.reasoning or part.call]
         *first, last = filled or [OutputPart()]
         deltas = [
@@ -321,16 +285,15 @@ class Sequence:
         return deltas
 
 
-# The model is no longer batched once this many passes failed although each of their sequences
-# succeeded alone.
+# Batching stops after this many failed passes whose sequences all succeeded alone.
 FAULTS: Final = 3
 
 
 class Faults:
-    """A record of failed passes and of the sequences that may have caused them.
+    """The failed passes, and the sequences that may have caused them.
 
-    The sequences of a failed pass are read again, alone. If one of them fails again, it was the
-    cause; if none fails, batching was.
+    The sequences of a failed pass are read again alone. If all of them succeed, batching was the
+    cause.
     """
 
     def __init__(self) -> None:
@@ -340,12 +303,12 @@ class Faults:
 
     @property
     def is_batching_to_blame(self) -> bool:
-        """Return True once FAULTS passes failed although all their sequences succeeded alone."""
         return self._count >= FAULTS
 
     def blame(self, seqs: abc.Sequence[Sequence], error: Exception) -> Delta | None:
-        """Record the error of a pass. If its only sequence was a suspect, return the delta that
-        ends this sequence; otherwise prepare all sequences of the pass for being read again.
+        """Record the error of a pass, and prepare its sequences for being read again.
+
+        If the only sequence already was a suspect, return the delta that ends it instead.
         """
         error = name_failure(error)
         fault = classify(error)
@@ -355,21 +318,17 @@ class Faults:
             message = f"{type(error).__name__}: {error}"
             return seqs[0].error_delta(message, is_out_of_memory=fault is Fault.PRESSURE)
         for seq in seqs:
-            # If memory was too short for several sequences, none of them is a suspect: they are
-            # read together again, fewer at once.
+            # After a shortage of memory, several sequences are read together again, fewer at once.
             seq.suspect(is_read_alone=len(seqs) == 1 or fault is not Fault.PRESSURE)
         return None
 
     def record(self, ids: abc.Sequence[int], fault: Fault, error: Exception) -> None:
-        """Record the error of a pass over these sequences. If there are several, each becomes a
-        suspect, unless memory ran out or compilation failed: such errors aren't batching's fault.
-        """
+        """Record the error of a pass. If batching may be the cause, its sequences are suspects."""
         self._record(fault, f"{len(ids)} rows", error)
         if len(ids) > 1 and fault not in (Fault.PRESSURE, Fault.COMPILER):
             self._suspects.append(set(ids))
 
     def record_draft(self, error: Exception) -> None:
-        """Record the error of a draft model that is no longer used. No sequence is to blame."""
         self._record(classify(error), "draft model, off now", name_failure(error))
 
     def _record(self, fault: Fault, where: str, error: Exception) -> None:
@@ -377,19 +336,15 @@ class Faults:
         self._untold.append(PassFault(fault, message))
 
     def clear_of_blame(self, seq: int) -> None:
-        """Record that a sequence succeeded alone."""
         for suspects in self._suspects:
             suspects.discard(seq)
         self._count += sum(1 for suspects in self._suspects if not suspects)
         self._suspects = [suspects for suspects in self._suspects if suspects]
 
     def dismiss(self, seq: int) -> None:
-        """Record that a sequence failed alone, or left. Its failed passes then prove nothing about
-        batching.
-        """
+        """Forget the failed passes of a sequence that failed alone or left."""
         self._suspects = [suspects for suspects in self._suspects if seq not in suspects]
 
     def take(self) -> list[PassFault]:
-        """Return the errors recorded since the last call."""
         untold, self._untold = self._untold, []
         return untold

@@ -1,7 +1,4 @@
-"""The sequences of one chat model, which join and leave between steps. All of it runs on the lane.
-
-Prompts are read with mlx-lm's code. The decode step is our own: mlx-lm's `next()` does both.
-"""
+"""The sequences of one chat model, which join and leave between steps. Call it on the lane."""
 
 import math
 from collections import abc, deque
@@ -42,8 +39,8 @@ Applied: TypeAlias = Callable[[abc.Sequence[int]], AbstractContextManager[None]]
 class Sequences:
     """The sequences of one model, from join to last token.
 
-    An error in a pass changes no answer: the batch is dropped, and each of its sequences is read
-    again, alone, from its tokens so far. A sequence that fails again alone ends with an error.
+    If a pass fails, each of its sequences is read again, alone. A sequence that fails again alone
+    ends with an error.
     """
 
     def __init__(
@@ -54,14 +51,11 @@ class Sequences:
         prefixes: PrefixCache,
         drafts: DraftPolicy,
         faults: Faults,
-        applied: Applied,
-        pass_s: float | None,
+        applied: Applied,  # returns a context manager that applies the rows' adapters
+        pass_s: float | None,  # seconds; after a longer pass, the next is evaluated in parts
         sight: Sight | None = None,
     ) -> None:
-        """`applied` returns the context manager for a pass of rows with these adapters. A pass that
-        takes longer than `pass_s` seconds is followed by one that is evaluated in parts.
-        """
-        self.last_pass = Pass()  # counts of the running pass, or of the last one
+        self.last_pass = Pass()
         self._model: Any = model
         self._answers, self._structured = setup.chat.answers, setup.structured
         self._vocab_size = setup.vocab_size
@@ -71,7 +65,7 @@ class Sequences:
         self._sight = sight
         self._prefill = Prefill(model, prefixes, max_scored, applied, pass_s, sight)
         self._running: DecodeBatch | None = None
-        self._queued: deque[DecodeBatch] = deque()  # single sequences that wait, if not batched
+        self._queued: deque[DecodeBatch] = deque()  # sequences that wait, if not batched
         self._parked: dict[int, Sequence | DecodeBatch] = {}
         self._untold: list[Delta] = []  # last deltas of sequences that failed when another left
         self._may_batch = True  # False once a verdict forbids batches
@@ -80,13 +74,11 @@ class Sequences:
 
     @property
     def is_batched(self) -> bool:
-        """Return True if sequences share passes, False if they run one at a time."""
         return self._prefill.is_batched
 
     def apply_verdict(self, verdict: Verdict) -> None:
-        """Stop using the modes that failed a self-test, for sequences that are read from now on.
-        Until the verdict is whole, only the architectures in EQUAL are batched.
-        """
+        """Turn off the modes that failed a self-test, for sequences that are read from now on."""
+        # Until the test is done, only architectures in EQUAL are batched.
         self._may_batch = self._may_batch and not verdict.forbids_batches
         is_trusted = verdict.is_whole or is_listed(self._model)
         self._prefill.is_batched = self._may_batch and is_trusted
@@ -96,18 +88,15 @@ class Sequences:
 
     @property
     def reading(self) -> frozenset[int]:
-        """Return the ids of the sequences whose prompts are not fully read."""
         return frozenset(seq.id for seq in self._prefill.seqs)
 
     @property
     def decoding(self) -> int:
-        """Count the sequences that are decoding or wait to."""
         running = 0 if self._running is None else len(self._running.seqs)
         return running + len(self._queued)
 
     @property
     def nbytes(self) -> int:
-        """Count the bytes of the sequences' KV on the device."""
         batches = [self._running, *self._queued, *self._parked.values()]
         kv = sum(batch.nbytes for batch in batches if isinstance(batch, DecodeBatch))
         return kv + self._prefill.nbytes
@@ -134,12 +123,11 @@ class Sequences:
         for number in plan.resuming:
             self._resume(number)
             if number in plan.parking:
-                self._park(number)  # it stays parked after it is read again
+                self._park(number)
         self._drafts.allowed = plan.drafters
         return deltas
 
     def begin(self, number: int, params: SequenceParams) -> Sequence:
-        """Return a new sequence with these parameters."""
         answers = self._answers
         images = None if self._sight is None else self._sight.begin(params)
         sampler = Sampler(params.sampling, self._vocab_size, params.prompt)
@@ -149,15 +137,14 @@ class Sequences:
         return seq
 
     def leave_adapter(self, adapter: int) -> None:
-        """Drop all sequences of an adapter, after the running step."""
         self.synchronize()
         for seq in self._all():
             if seq.adapter == adapter:
                 self.leave(seq.id)
-        self.synchronize()  # keeps the error of the others' pass, if any, before memory is freed
+        self.synchronize()  # keeps the other sequences' error before memory is freed
 
     def leave(self, sequence_id: int) -> None:
-        """Drop a sequence in any state. An unknown id is ignored."""
+        """Drop a sequence in any state; ignore an unknown id."""
         self.synchronize()
         self._parked.pop(sequence_id, None)
         self._prefill.drop(sequence_id)
@@ -168,11 +155,11 @@ class Sequences:
         staying = [i for i, seq in enumerate(self._running.seqs) if seq.id != sequence_id]
         seqs = [self._running.seqs[i] for i in staying]
         fault = self._attempt(partial(self._keep, staying))
-        if fault is not None:  # the other sequences are read again
+        if fault is not None:
             self._untold += self._blame(seqs, fault)
 
     def _park(self, sequence_id: int) -> None:
-        """Pause a sequence, keeping its KV and next token; in prefill, pause it afterwards."""
+        """Pause a sequence, once its prompt is read, and keep its KV."""
         self._prefill.hold(sequence_id, True)
         for batch in tuple(self._queued):
             if batch.seqs[0].id == sequence_id:
@@ -189,7 +176,6 @@ class Sequences:
                 return
 
     def _preempt(self, sequence_id: int) -> None:
-        """Pause a sequence and free its KV: when it resumes, all its tokens are read again."""
         seq = self._find(sequence_id)
         if seq is not None:
             self.leave(sequence_id)
@@ -197,7 +183,6 @@ class Sequences:
             self._parked[sequence_id] = seq
 
     def _resume(self, sequence_id: int) -> None:
-        """Continue a sequence that was parked or preempted. An unknown id is ignored."""
         self._prefill.hold(sequence_id, False)
         parked = self._parked.pop(sequence_id, None)
         if isinstance(parked, Sequence):
@@ -208,7 +193,6 @@ class Sequences:
             self._extend(parked)
 
     def _cap_tokens(self, sequence_id: int, max_tokens: int) -> list[Delta]:
-        """Lower an answer's token limit; end it here if that is reached. Ignore an unknown id."""
         seq = self._find(sequence_id)
         if seq is None:
             return []
@@ -219,7 +203,7 @@ class Sequences:
         return seq.end_early()
 
     def prefill(self, token_budget: int, encoding_s: float = math.inf) -> list[Delta]:
-        """Read one chunk of the next prompts in the queue; start to decode those read whole."""
+        """Read a chunk of the next prompts; start to decode the prompts that are complete."""
         batch = self._prefill.next_batch(token_budget)
         if batch is None:
             return []
@@ -234,7 +218,7 @@ class Sequences:
             return self._blame(batch.seqs, error)
 
     def decode(self) -> list[Delta]:
-        """Read the tokens of the running step, launch the next step, then return the deltas."""
+        """Read the running step's tokens, launch the next step, and return the deltas."""
         while self._queued and (self._running is None or self.is_batched):
             self._extend(self._queued.popleft())
         running = self._running
@@ -264,17 +248,14 @@ class Sequences:
     def _read_and_launch(
         self, running: DecodeBatch
     ) -> tuple[list[SequenceOutput], mx.array | None]:
-        """Return the tokens of the running step, and the logits of the next pass if it could
-        already be launched, otherwise None.
-        """
+        """Return the running step's tokens, and the next pass's logits if it was launched."""
         running.check()
         running.keep_block_ends(self._prefixes)
         if not running.can_take_back:
             redraw_unsure(running)
         logits = None
-        # The next pass doesn't need the tokens on the host. So it is launched before they are read,
-        # and the device doesn't wait for Python, except for the launch if errors come late. A
-        # sequence that ends here has then run one step too many.
+        # The next pass is launched before the tokens are read, so that the device doesn't wait for
+        # Python. A sequence that ends here then runs one step too many.
         if running.may_go_on:
             logits = self._launch_next(running)
         if redraw_unsure(running) and logits is not None:
@@ -285,7 +266,7 @@ class Sequences:
     def _choose_next(
         self, running: DecodeBatch, outputs: list[SequenceOutput], logits: mx.array | None
     ) -> None:
-        """Drop the sequences that these tokens end; launch the choice of the others' next ones."""
+        """Drop the sequences that these tokens end; choose the next tokens of the others."""
         ended = [i for i, output in enumerate(outputs) if output.end is not None]
         staying = [i for i, output in enumerate(outputs) if output.goes_on]
         running.keep_answers(self._prefixes, ended)
@@ -316,9 +297,7 @@ class Sequences:
         return None
 
     def _decode_ahead(self, running: DecodeBatch, limit: int) -> list[Delta]:
-        """Read the tokens of the running step, then launch a pass that reads them, forced tokens
-        and drafts. These depend on the tokens, so the pass cannot be launched earlier.
-        """
+        """Read the running step's tokens, then launch a speculative pass, which depends on them."""
         drafts = running.drafts
         try:
             running.check()
@@ -353,7 +332,7 @@ class Sequences:
         return deltas
 
     def _read_ahead(self, running: DecodeBatch, limit: int) -> DecodeBatch:
-        """Launch a pass with up to `limit` speculative tokens a row; return the choice after it."""
+        """Launch a pass with up to `limit` speculative tokens per row, and the choice after it."""
         running.settle()  # otherwise the draft model would raise the step's error
         running.check()
         lengths = row_lengths(running.cache)
@@ -368,7 +347,6 @@ class Sequences:
         return choose_tokens(self._structured, running.seqs, running.cache, logits, reading.drafts)
 
     def synchronize(self) -> None:
-        """Wait for the running step. Its error is kept until its tokens are read."""
         if self._running is not None:
             self._running.wait()
 
@@ -420,7 +398,6 @@ class Sequences:
             self._queued.append(started)
 
     def _all(self) -> list[Sequence]:
-        """List all sequences, in any state."""
         seqs = self._prefill.seqs
         for inside in (self._running, *self._queued, *self._parked.values()):
             if isinstance(inside, Sequence):
@@ -430,7 +407,6 @@ class Sequences:
         return seqs
 
     def close(self) -> None:
-        """Release every array."""
         self._prefill.close()
         self._queued.clear()
         self._parked.clear()
@@ -450,7 +426,6 @@ class Sequences:
             self.apply_verdict(Verdict(rows=False))
 
     def _launch_next(self, running: DecodeBatch) -> mx.array:
-        """Launch the pass that reads the next tokens; return its logits, (rows, vocabulary)."""
         tokens, cache = running.tokens[:, None], running.cache
         return self._launch_pass(running.seqs, tokens, cache, under_way=running)[:, -1]
 
@@ -463,9 +438,8 @@ class Sequences:
         under_way: DecodeBatch | None = None,
     ) -> mx.array:
         """Launch the pass that reads tokens, (rows, n); return logits, (rows, n, vocabulary).
-        `padding` has the number of padding tokens at each row's end.
 
-        If the device reports errors late, wait for the step `under_way` before the launch.
+        `padding` counts the padding tokens at each row's end.
         """
         with (
             self._applied([seq.adapter for seq in seqs]),
@@ -476,8 +450,8 @@ class Sequences:
         if under_way is not None:
             under_way.settle()
             under_way.check()
-        # The caches too: logits don't depend on all of their arrays, such as lengths beside states,
-        # whose graphs would grow by a node, and on Metal by a buffer, per token (mlx-lm #1845).
+        # The caches are launched too: some of their arrays don't affect the logits, and their
+        # graphs would grow with each token (mlx-lm #1845).
         launch(logits, [layer.state for layer in cache])
         return logits
 
@@ -490,7 +464,7 @@ class Sequences:
         self._drafts.keep(self._running.seqs)
 
     def _blame(self, seqs: list[Sequence], error: Exception) -> list[Delta]:
-        """Queue the sequences to be read again; end one that was already a suspect and alone."""
+        """Queue the sequences to be read again, or end a suspect that failed alone."""
         self._prefill.forget(seqs)
         self._drafts.forget()
         end = self._faults.blame(seqs, error)

@@ -1,10 +1,8 @@
-"""The KV of a batch of sequences of different lengths, aligned at their first tokens.
+"""The KV of a batch of sequences of different lengths.
 
-mlx-lm's batched cache aligns all rows at their ends, so a row that joins or leaves moves all
-others. Here each row has a slot in the buffers, in which its tokens begin at place 0, and rows may
-differ in length. A row that joins is copied into a free slot, the last row takes the slot of a row
-that leaves, and each row can be shortened by a different count. Places after a row's last token are
-masked.
+Each row's tokens begin at place 0 of its slot, and the places after its last token are masked. In
+mlx-lm's batched cache, rows are aligned at their ends, so a row that joins or leaves moves all
+others.
 """
 
 import copy
@@ -20,18 +18,16 @@ from mlx_lm.models.cache import _BaseCache
 from gateway.engine.models.rotations import share_positions
 
 STEP: Final = 256  # buffers grow by this many tokens, as in mlx-lm
-SPARE: Final = 8  # one free slot is allowed per this many rows; memory estimates include free slots
-_FEW: Final = 8  # the most tokens per row that are written by one kernel for all rows
+SPARE: Final = 8  # rows per free slot; memory estimates include free slots
+_FEW: Final = 8  # the most tokens per row that one kernel writes for all rows
 
-Mover: TypeAlias = tuple[int, list[mx.array]]  # a row's new index, and the row in each plane
+Mover: TypeAlias = tuple[int, list[mx.array]]  # a row's new index, and its part of each plane
 
 _Base: Any = _BaseCache  # untyped in mlx-lm
 
 
 class RowLengths:
-    """The number of tokens in each row. All layers share one object, made by `share_lengths`, so
-    masks and positions are made once per pass and not once per layer.
-    """
+    """The number of tokens in each row. All layers share one object and its masks."""
 
     def __init__(self, counts: tuple[int, ...]) -> None:
         self.counts = counts
@@ -39,15 +35,12 @@ class RowLengths:
         self.are_equal = len(set(self.counts)) <= 1
         self._arrays: dict[Hashable, mx.array] = {}
         self._indices: dict[tuple[int, int], tuple[mx.array, mx.array, mx.array]] = {}
-        # Lengths made from these, by operation. The references are weak: otherwise each object
-        # would keep all its successors alive.
+        # Lengths made from these, by operation. Weak references let unused lengths be freed.
         self._next: WeakValueDictionary[Hashable, RowLengths] = WeakValueDictionary()
 
     @property
     def offset(self) -> int | mx.array:
-        """Return the position of each row's next token, (rows,); a single number if all rows have
-        the same length.
-        """
+        """Return the position of each row's next token, (rows,), or a number if all are equal."""
         if self.are_equal:
             return self.longest
         return share_positions(self._array("offset", lambda: mx.array(self.counts)))
@@ -56,7 +49,6 @@ class RowLengths:
         return self._follow(("plus", tokens), (count + tokens for count in self.counts))
 
     def minus(self, tokens: tuple[int, ...]) -> "RowLengths":
-        """Return the lengths after `tokens[i]` tokens are removed from each row i."""
         counts = (count - gone for count, gone in zip(self.counts, tokens, strict=True))
         return self._follow(("minus", tokens), counts)
 
@@ -67,12 +59,8 @@ class RowLengths:
         return self._follow(("join", counts), (*self.counts, *counts))
 
     def indices(self, heads: int, tokens: int) -> tuple[mx.array, mx.array, mx.array]:
-        """Return the row, head and place at which to write the vectors of the next tokens: three
-        index arrays, (rows, heads, tokens) each.
-
-        The arrays have the same shape and dtype, so no layer has to cast or broadcast them. A
-        single flat index would exceed 32 bits for the largest buffers.
-        """
+        """Return the row, head and place of each new vector, (rows, heads, tokens) each."""
+        # A single flat index would exceed 32 bits for the largest buffers.
         if (heads, tokens) not in self._indices:
             row, head, _ = np.indices((len(self.counts), heads, tokens), np.int32)
             place = np.broadcast_to(self._places(tokens)[:, None], row.shape)
@@ -80,17 +68,13 @@ class RowLengths:
         return self._indices[heads, tokens]
 
     def _places(self, tokens: int) -> npt.NDArray[np.int32]:
-        """Return the places of each row's next tokens, (rows, tokens). They are computed on the
-        host: on the device, every tiny operation would need a kernel.
-        """
         counts = np.array(self.counts, np.int32)
         return np.add.outer(counts, np.arange(tokens, dtype=np.int32))
 
     def mask(self, tokens: int, window: int | None, *, is_array: bool) -> mx.array | str | None:
-        """Return the attention mask of the next tokens, in the forms that mlx-lm's models accept.
+        """Return the attention mask of the next tokens, (rows, 1, tokens, longest + tokens) bool.
 
-        The mask is (rows, 1, tokens, longest + tokens) bool. If the rows have equal lengths, there
-        is no window and `is_array` is false, return "causal" instead, or None for a single token.
+        Return "causal", or None for one token, where that means the same to mlx-lm's models.
         """
         if self.are_equal and window is None and not is_array:
             return "causal" if tokens > 1 else None
@@ -120,7 +104,6 @@ _shared: WeakValueDictionary[tuple[int, ...], RowLengths] = WeakValueDictionary(
 
 
 def share_lengths(counts: tuple[int, ...]) -> RowLengths:
-    """Return the RowLengths that all caches with these counts share."""
     lengths = _shared.get(counts)
     if lengths is None:
         lengths = _shared[counts] = RowLengths(counts)
@@ -130,11 +113,7 @@ def share_lengths(counts: tuple[int, ...]) -> RowLengths:
 class RaggedKVCache(_Base):  # type: ignore[misc]
     """The keys and values of one layer, with the interface of mlx-lm's batched caches.
 
-    `planes` are two arrays, the keys and the values, (slots, heads, places, size) each; a subclass
-    may have other planes. Row i is in slot i, and free slots follow the rows.
-
-    This class adds `rewind` to the interface, and its `filter` doesn't copy rows that keep their
-    index.
+    `planes` are the keys and the values, (slots, heads, places, size) each. Row i is in slot i.
     """
 
     def __init__(self, counts: Sequence[int] = (0,)) -> None:
@@ -144,7 +123,6 @@ class RaggedKVCache(_Base):  # type: ignore[misc]
 
     @classmethod
     def of(cls, keys: mx.array, values: mx.array) -> "RaggedKVCache":
-        """Return a cache that contains these keys and values, (rows, heads, tokens, size)."""
         return cls().holding([keys, values])
 
     def holding(self, planes: Sequence[mx.array]) -> "RaggedKVCache":
@@ -155,23 +133,18 @@ class RaggedKVCache(_Base):  # type: ignore[misc]
         return cache
 
     def with_rows(self, counts: Sequence[int]) -> "RaggedKVCache":
-        """Return a cache of this class for rows of these lengths, without planes."""
         return RaggedKVCache(counts)
 
     def pack(self, keys: mx.array, values: mx.array) -> list[mx.array]:
-        """Return the keys and values of new tokens as planes."""
         return [keys, values]
 
     def unpack(self, planes: Sequence[mx.array]) -> tuple[Any, Any]:
-        """Return the keys and values in the form that the model's attention takes."""
         keys, values = planes
         return keys, values
 
     @property
     def keys(self) -> mx.array | None:
-        """Return the first plane. In mlx-lm's pipeline parallelism, models replace it with an equal
-        array that depends on the arrays they have sent (mlx_lm/models/qwen2.py, pipeline_rank).
-        """
+        """Return the first plane. mlx-lm's pipeline models set it (qwen2.py, pipeline_rank)."""
         return self.planes[0] if self.planes else None
 
     @keys.setter
@@ -191,7 +164,6 @@ class RaggedKVCache(_Base):  # type: ignore[misc]
         return sum(plane.nbytes for plane in self.planes)
 
     def size(self) -> int:
-        """Return the length of the longest row."""
         return self.lengths.longest
 
     def empty(self) -> bool:
@@ -222,7 +194,6 @@ class RaggedKVCache(_Base):  # type: ignore[misc]
         return_array: bool = False,
         window_size: int | None = None,
     ) -> mx.array | str | None:
-        """Return the mask of a pass of N tokens per row; see `RowLengths.mask`."""
         return self.lengths.mask(N, window_size, is_array=return_array)
 
     def prepare(
@@ -232,12 +203,10 @@ class RaggedKVCache(_Base):  # type: ignore[misc]
         lengths: Sequence[int] | None = None,
         right_padding: Sequence[int] | None = None,
     ) -> None:
-        """Set how many tokens at the end of each row's next tokens are padding."""
         assert not left_padding
         self._padding = tuple(right_padding or ())
 
     def finalize(self) -> None:
-        """Remove the padding."""
         if self._padding:
             self.rewind(self._padding)
             self._padding = ()
@@ -247,22 +216,17 @@ class RaggedKVCache(_Base):  # type: ignore[misc]
         self.lengths = self.lengths.minus(counts)
 
     def trim(self, n: int) -> int:
-        """Remove the last n tokens of every row, or as many as the shortest row has. Return how
-        many were removed.
-        """
         n = min(n, *self.lengths.counts)
         self.rewind((n,) * len(self.lengths.counts))
         return n
 
     def filter(self, batch_indices: Sequence[int]) -> None:
-        """Keep only these rows, in this order; see `filter_layers`."""
         filter_layers([self], batch_indices)
 
     def take_movers(self, rows: Sequence[int]) -> list[Mover] | None:
-        """Copy the rows whose index changes when only `rows` are kept; return them as movers.
+        """Copy the rows whose index changes when only `rows` are kept.
 
-        Return None if all rows have to be copied, because the order isn't that of `compact` or too
-        much memory would be left unused.
+        Return None if all rows have to be copied.
         """
         if self.empty():
             return []
@@ -278,7 +242,7 @@ class RaggedKVCache(_Base):  # type: ignore[misc]
         ]
 
     def keep(self, rows: Sequence[int], movers: list[Mover] | None) -> None:
-        """Keep only these rows; `movers` is what `take_movers` returned for them."""
+        """Keep only these rows. `movers` is the result of `take_movers` for the same rows."""
         self.lengths = self.lengths.at(tuple(rows))
         if movers is None:
             at = mx.array(list(rows)), slice(None), slice(_round_up(self.lengths.longest))
@@ -287,7 +251,6 @@ class RaggedKVCache(_Base):  # type: ignore[misc]
             self._place(moved, place)
 
     def extend(self, other: "RaggedKVCache") -> None:
-        """Append the rows of another cache of the same layer."""
         first, joining_rows = len(self.lengths.counts), len(other.lengths.counts)
         self.lengths = self.lengths.join(other.lengths.counts)
         if not other.empty():
@@ -300,17 +263,14 @@ class RaggedKVCache(_Base):  # type: ignore[misc]
         self._place(joining, first)
 
     def extract(self, idx: int) -> "RaggedKVCache":
-        """Return a copy of one row."""
         return self.holding(self.copy_tokens(idx, 0, self.lengths.counts[idx]))
 
     def copy_tokens(self, row: int, start: int, stop: int) -> list[mx.array]:
-        """Copy the tokens from `start` to `stop` of a row; return their planes."""
         at = slice(row, row + 1), slice(None), slice(start, stop)
         return [copy_rows(plane[at]) for plane in self.planes]
 
     @classmethod
     def merge(cls, caches: Sequence["RaggedKVCache"]) -> "RaggedKVCache":
-        """Return one cache with the rows of several caches."""
         if len(caches) == 1:
             return copy.copy(caches[0])
         merged = caches[0].with_rows(())
@@ -324,24 +284,18 @@ class RaggedKVCache(_Base):  # type: ignore[misc]
         return merged
 
     def __copy__(self) -> "RaggedKVCache":
-        """Return a copy that can be written to independently. A write to an mx.array is seen by all
-        code that refers to the array, so the copy's planes are new arrays, made by `reshape`.
-        """
+        # `reshape` makes new array objects, because MLX writes to an array object in place.
         twin = self.with_rows(self.lengths.counts)
         twin.lengths = self.lengths
         twin.planes = [plane.reshape(plane.shape) for plane in self.planes]
         return twin
 
     def _used(self) -> list[mx.array]:
-        """Return the planes of the rows, up to the longest row's end."""
         assert self.planes
         at = slice(len(self.lengths.counts)), slice(None), slice(self.lengths.longest)
         return [plane[at] for plane in self.planes]
 
     def _reserve(self, like: Sequence[mx.array], rows: int, places: int) -> list[mx.array]:
-        """Return the planes, grown to `rows` rows of `places` tokens. Planes that don't exist yet
-        are made with the heads, size and dtype of `like`.
-        """
         buffers: Sequence[mx.array | None] = self.planes or [None] * len(like)
         return [
             _reserve(buffer, plane, rows, places)
@@ -349,20 +303,17 @@ class RaggedKVCache(_Base):  # type: ignore[misc]
         ]
 
     def _place(self, planes: Sequence[mx.array], first: int) -> None:
-        """Write whole rows to the slots from `first` on."""
         pairs = zip(self.planes, planes, strict=True)
         self.planes = [_place(buffer, rows, first) for buffer, rows in pairs]
 
 
 def filter_layers(layers: Sequence[Any], rows: Sequence[int]) -> None:
-    """Keep only these rows of a model's caches, in this order. If the order is that of `compact`,
-    a `RaggedKVCache` copies only the rows that take the index of a removed row.
-    """
+    """Keep only these rows of a model's caches, in this order. Prefer that of `compact`."""
     ragged = [layer for layer in layers if isinstance(layer, RaggedKVCache)]
     movers = [layer.take_movers(rows) for layer in ragged]
     if any(movers):
-        # The movers are evaluated before the write: MLX writes to a buffer in place only if no
-        # pending operation reads it; otherwise it copies the whole buffer.
+        # The movers are evaluated first: MLX copies a whole buffer before a write if a pending
+        # operation reads the buffer.
         mx.eval([planes for moves in movers for _, planes in moves or ()])
     for layer, moves in zip(ragged, movers, strict=True):
         layer.keep(rows, moves)
@@ -372,19 +323,15 @@ def filter_layers(layers: Sequence[Any], rows: Sequence[int]) -> None:
 
 
 def compact(rows: Sequence[int]) -> list[int]:
-    """Reorder these rows, given in ascending order, so that `filter_layers` copies as few as
-    possible: rows whose index is still valid keep it, and the last rows fill the gaps.
-    """
+    """Reorder ascending rows so that `filter_layers` copies few: the last rows fill the gaps."""
     staying = set(rows)
     movers = iter([row for row in rows if row >= len(rows)])
     return [place if place in staying else next(movers) for place in range(len(rows))]
 
 
 def copy_rows(array: mx.array) -> mx.array:
-    """Copy an array to a buffer that is no larger than the array. A view would keep the buffer of
-    the whole batch alive.
-    """
-    # mx.contiguous isn't enough: it returns the view itself if the buffer is at most 16 KB larger.
+    """Copy an array, because a view would keep the whole batch's buffer alive."""
+    # `mx.contiguous` returns the view itself if the buffer is at most 16 KB larger.
     return mx.concatenate([array[:0], array])
 
 
@@ -419,9 +366,8 @@ def _write(buffer: mx.array, tokens: mx.array, lengths: RowLengths) -> mx.array:
 
 
 def _place(buffer: mx.array, rows: mx.array, first: int) -> mx.array:
-    """Write whole rows to the slots from `first` on, and zeros to the rest of these slots. Masked
-    places are multiplied by zero, so an infinity left from another row would become NaN.
-    """
+    """Write whole rows to the slots from `first` on, and zeros after them."""
+    # Attention multiplies masked places by zero, so an old infinity would become NaN.
     rest = buffer.shape[2] - rows.shape[2]
     if rest > 0:
         rows = mx.pad(rows, [(0, 0), (0, 0), (0, rest), (0, 0)])

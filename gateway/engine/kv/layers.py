@@ -1,9 +1,8 @@
-"""A model's caches, one per layer, and operations on rows that involve all layers.
+"""A model's caches, one per layer, and operations on all layers.
 
-The main operation is rollback: rejected draft tokens are removed from each row. Plain KV drops the
-row's last tokens. A sliding window can drop them right after a pass of several tokens, while it
-still has the tokens that the pass pushed out. Recurrent states cannot drop tokens: the row is
-restored to its state before the pass, and its next pass reads the accepted tokens again.
+A rollback removes rejected draft tokens. Plain KV drops a row's last tokens, and so do sliding
+windows, but only right after the pass. Recurrent states are restored to those before the pass, and
+the row's accepted tokens are read again.
 """
 
 import copy
@@ -22,13 +21,12 @@ _Base: Any = ArraysCache  # untyped in mlx-lm
 
 
 class StatesCache(_Base):  # type: ignore[misc]
-    """Recurrent states of rows. `earlier` are the states before the last pass, while a rollback may
-    still need them.
-    """
+    """The recurrent states of rows."""
 
     def __init__(self, size: int, left_padding: list[int] | None = None) -> None:
         super().__init__(size, left_padding)
         self.cache: list[mx.array | None]
+        # The states before the last pass, while a rollback may need them.
         self.earlier: list[mx.array | None] | None = None
 
     @property
@@ -37,11 +35,10 @@ class StatesCache(_Base):  # type: ignore[misc]
         return sum(array.nbytes for array in arrays if array is not None)
 
     def hold(self) -> None:
-        """Keep the current states for `go_back`. No copy is needed: a pass makes new arrays."""
-        self.earlier = list(self.cache)
+        self.earlier = list(self.cache)  # a pass makes new arrays
 
     def go_back(self, rows: Sequence[bool]) -> None:
-        """Restore the states before the pass in rows where `rows` is True. Release `earlier`."""
+        """Restore the earlier states of rows where `rows` is True, and release `earlier`."""
         assert self.earlier is not None
         if any(rows):
             pairs = zip(self.earlier, self.cache, strict=True)
@@ -49,7 +46,6 @@ class StatesCache(_Base):  # type: ignore[misc]
         self.earlier = None
 
     def filter(self, batch_indices: Sequence[int]) -> None:
-        """Keep only these rows, in this order."""
         super().filter(batch_indices)
         if self.earlier is not None:
             self.earlier = [
@@ -57,7 +53,6 @@ class StatesCache(_Base):  # type: ignore[misc]
             ]
 
     def extend(self, other: "StatesCache") -> None:
-        """Append the rows of another cache of the same layer."""
         if self.earlier is not None or other.earlier is not None:
             before: Any = ArraysCache(0)
             joining: Any = ArraysCache(0)
@@ -68,7 +63,6 @@ class StatesCache(_Base):  # type: ignore[misc]
         super().extend(other)
 
     def extract(self, idx: int) -> "StatesCache":
-        """Return a copy of one row."""
         row = StatesCache(len(self.cache))
         row.cache = [None if state is None else state[idx : idx + 1] for state in self.cache]
         return row
@@ -77,14 +71,12 @@ class StatesCache(_Base):  # type: ignore[misc]
 def _choose_rows(
     rows: Sequence[bool], chosen: mx.array | None, other: mx.array | None
 ) -> mx.array | None:
-    """Return an array with `chosen`'s rows where `rows` is True, and `other`'s elsewhere."""
     if chosen is None or other is None:
         return other
     return mx.where(mx.array(list(rows)).reshape(-1, *[1] * (other.ndim - 1)), chosen, other)
 
 
 def can_batch(model: Any) -> bool:
-    """Return True if mlx-lm can batch this model's caches."""
     return all(hasattr(layer, "merge") for layer in make_prompt_cache(model))
 
 
@@ -94,14 +86,11 @@ def make_batch_caches(model: Any) -> list[Any]:
 
 
 def batch_of_one(layers: Sequence[Any]) -> list[Any]:
-    """Return the caches of a batch of one, made from one sequence's caches."""
     return [layer.merge([layer]) for layer in layers]
 
 
 def is_plain(layer: Any) -> bool:
-    """Return True if a cache keeps the keys and values of all tokens, as mlx-lm's KVCache and our
-    RaggedKVCache do.
-    """
+    """Return True if a cache keeps the keys and values of all tokens."""
     return isinstance(for_batch(layer), RaggedKVCache)
 
 
@@ -115,24 +104,21 @@ def for_batch(layer: Any) -> Any:
 
 
 def can_go_back(layers: Sequence[Any]) -> bool:
-    """Return True if rejected tokens can be rolled back in these caches."""
     kinds = RaggedKVCache, StatesCache, BatchRotatingKVCache
-    # At least one layer must have plain KV, which alone knows each row's number of tokens.
+    # Only plain KV knows each row's number of tokens.
     has_lengths = any(isinstance(layer, RaggedKVCache) for layer in layers)
     return has_lengths and all(isinstance(layer, kinds) for layer in layers)
 
 
 def row_lengths(layers: Sequence[Any]) -> tuple[int, ...]:
-    """Return the number of tokens in each row of these caches, at least one of which is plain."""
+    """Return the number of tokens in each row, from a plain cache."""
     plain = next(layer for layer in layers if isinstance(layer, RaggedKVCache))
     return plain.lengths.counts
 
 
 @contextmanager
 def padded(layers: Sequence[Any], width: int, padding: Sequence[int]) -> Iterator[None]:
-    """Prepare the caches for a pass of `width` tokens per row. Call the model inside the context.
-    `padding` has the number of padding tokens at each row's end; they are removed afterwards.
-    """
+    """Prepare a pass of `width` tokens per row; remove each row's padding tokens afterwards."""
     if width > 1:
         windows: list[Any] = [layer for layer in layers if isinstance(layer, BatchRotatingKVCache)]
         for window in windows:
@@ -150,20 +136,18 @@ def padded(layers: Sequence[Any], width: int, padding: Sequence[int]) -> Iterato
 
 
 def hold_states(layers: Sequence[Any]) -> None:
-    """Keep the states that the next pass replaces, so that rows can be rolled back."""
     for layer in layers:
         if isinstance(layer, StatesCache):
             layer.hold()
 
 
 def hold_layers(layers: Sequence[Any]) -> dict[int, Any]:
-    """Return copies, by index, of the caches that cannot drop tokens which several passes read."""
+    """Return copies, by layer index, of the caches that can't drop the tokens of several passes."""
     held = {}
     for place, layer in enumerate(layers):
         if not isinstance(layer, RaggedKVCache):
             held[place] = copy.copy(layer)
-            # MLX may write in place to an array that the cache and its copy share, so the copy
-            # gets views.
+            # MLX may write to a shared array in place, so the copy gets views.
             held[place].state = tree_map(_view, layer.state)
     return held
 
@@ -173,8 +157,9 @@ def _view(leaf: Any) -> Any:
 
 
 def go_back(layers: Sequence[Any], dropped: Sequence[int], read: Sequence[int]) -> None:
-    """Remove the last `dropped[i]` tokens of each row i, after a pass that read `read[i]` tokens of
-    it. If a layer has states, a row that drops any tokens drops all tokens of the pass.
+    """Remove the last `dropped[i]` of the `read[i]` tokens that a pass read of each row i.
+
+    If a layer has states, a row that drops any tokens drops all tokens of the pass.
     """
     states = [layer for layer in layers if isinstance(layer, StatesCache)]
     goes_back = [count > 0 for count in dropped]
@@ -189,6 +174,5 @@ def go_back(layers: Sequence[Any], dropped: Sequence[int], read: Sequence[int]) 
         if isinstance(layer, RaggedKVCache):
             layer.rewind(counts)
         elif isinstance(layer, BatchRotatingKVCache):
-            # The tokens are removed in the same way as padding.
             layer.prepare(lengths=[-count for count in counts], right_padding=counts)
             layer.finalize()

@@ -1,14 +1,11 @@
-"""The prefix cache: the KV of earlier prompts, in blocks, so that a prefix that prompts share is
-read only once.
+"""The prefix cache: the KV of earlier prompts, in blocks.
 
-A block is identified by the block before it and its tokens, so prompts share the blocks of their
-common prefix. For a prompt's first block, a root takes the place of the block before. There is a
-separate root for each model in a pool, for each adapter, because adapters change the KV, and for
-each cache salt, so that callers learn nothing about the prompts of callers with another salt.
+A block is identified by its tokens and the block before it; a prompt's first block follows a root.
+Each model and each adapter has its own root, because their KV differs. Each cache salt has its own
+root, so that callers learn nothing about prompts with another salt.
 
-Only plain KV can be split into blocks. The caches of other layers, which are sliding windows or
-recurrent states (below, both are called states), are stored whole, as they were after some of the
-blocks. A prompt can continue only from such a block.
+Only plain KV can be split into blocks. Sliding windows and recurrent states, both called states
+below, are stored whole after some blocks. A prompt can continue only after such a block.
 """
 
 import copy
@@ -27,16 +24,12 @@ from gateway.engine.kv.layers import for_batch
 from gateway.engine.kv.prefix_pieces import Key, decode, encode, follow
 from gateway.jobs.steps import PrefixPiece
 
-# Tokens per block, and so the shortest prefix that is cached. Shorter prefixes needn't be cached:
-# reading them takes hardly longer than the one pass that every prompt needs. After a hit, fewer
-# than this many tokens of the shared prefix are read again.
-BLOCK = 64
-# States of running answers ("growing" states) are cached only if the pool has room for MIN_SETS
-# sets of states, and take at most GROWING_SHARE of the pool: otherwise they would evict the KV that
-# prompts share.
+BLOCK = 64  # tokens per block, and so the shortest prefix that is cached
+# States of running answers ("growing" states) need room for MIN_SETS sets of states, and take at
+# most GROWING_SHARE of the pool. Otherwise they would evict KV that prompts share.
 MIN_SETS = 8
 GROWING_SHARE = 0.5
-_TOKEN_BYTES = 8  # bytes added per token of an entry's key, so that entries without KV count too
+_TOKEN_BYTES = 8  # bytes per token of an entry's key, so that entries without KV count too
 
 Root: TypeAlias = tuple[int, str]  # an adapter's number, 0 for none; and the cache salt
 ROOT: Root = (0, "")
@@ -44,7 +37,7 @@ ROOT: Root = (0, "")
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """A cached block, as the planes of its plain layers, or the cached states after a block."""
+    """The planes of a cached block, or the cached states after a block."""
 
     owner: "PrefixCache"
     number: int
@@ -54,11 +47,10 @@ class _Entry:
 
 
 class PrefixPool:
-    """The memory that the prefix caches of one or more models share. The least recently used entry
-    of all these caches is evicted first.
+    """The memory that the prefix caches of one or more models share.
 
-    States of running answers are evicted before any other entry, the oldest first: most of them
-    are never used, and they would otherwise evict states of prompts that many requests share.
+    States of running answers are evicted first, because most of them are never used. Then the least
+    recently used entry is evicted.
     """
 
     def __init__(self, limit: int, buffers: KeptBuffers | None = None) -> None:
@@ -66,15 +58,14 @@ class PrefixPool:
         self.is_on = limit > 0  # never changes
         self.nbytes = 0
         self.numbers = count(1)  # numbers of blocks, which identify them
-        self.roots = count(0, -1)  # numbers of roots
-        # Least recently used first. A block is always before the block that precedes it in the
-        # prompt, so the first entry has no successors and can be evicted.
+        self.roots = count(0, -1)
+        # Least recently used first. A block comes before its predecessor in the prompt, so the
+        # first entry has no successors.
         self.entries: OrderedDict[Key, _Entry] = OrderedDict()
         self.growing: dict[Key, None] = {}  # states of running answers, the oldest first
-        self._buffers = buffers or KeptBuffers()  # counts the arrays of all pools on the device
+        self._buffers = buffers or KeptBuffers()
 
     def shrink(self) -> None:
-        """Evict entries until the pool is within its limit."""
         while self.nbytes > self.limit:
             self.drop(next(chain(self.growing, self.entries)))
 
@@ -83,7 +74,6 @@ class PrefixPool:
         return has_buffers and self.nbytes + nbytes <= self.limit
 
     def next_evicted(self, nbytes: int, *, is_growing: bool) -> Key | None:
-        """Return the key of the entry to evict first for `nbytes` more bytes."""
         growing = sum(self.entries[key].nbytes for key in self.growing)
         if not is_growing or growing + nbytes > GROWING_SHARE * self.limit:
             keys: Iterable[Key] = chain(self.growing, self.entries)
@@ -110,7 +100,7 @@ class PrefixCache:
 
     def __init__(
         self,
-        empty: Sequence[Any],  # the model's empty prompt cache
+        empty: Sequence[Any],
         pool: PrefixPool,
         states: int = 0,
     ) -> None:
@@ -122,43 +112,34 @@ class PrefixCache:
         self._is_plain = [isinstance(layer, RaggedKVCache) for layer in self._empty]
         self._roots: dict[Root, int] = {}  # numbers of roots
         self._entries, self._growing = pool.entries, pool.growing
-        # The last block of the prompt's prefix that a routing key stands for, by root and key.
+        # The last block of each routing key's prefix, by root and routing key.
         self._routed: dict[tuple[Root, bytes], Key] = {}
 
     @property
     def pool_bytes(self) -> int:
-        """Count the bytes in the pool, of all models that share it."""
         return self.pool.nbytes
 
     @property
     def needs_block_ends(self) -> bool:
-        """Return True if the model has states, which can be cached only when a block has just been
-        read.
-        """
+        """Return True if the model has states, which must be cached right after a block is read."""
         return self.is_on and not all(self._is_plain)
 
     @property
     def keeps_growing(self) -> bool:
-        """Return True if the pool has room for states of running answers."""
         return self.pool.limit >= MIN_SETS * self._states
 
     def count_known(self, tokens: Sequence[int], root: Root = ROOT) -> int:
-        """Count the tokens at the prompt's beginning that need not be read, because they are cached
-        and the prompt can continue after them.
-        """
+        """Count the prompt's first tokens that need not be read."""
         return BLOCK * len(self._usable(tokens, root))
 
     def count_kept(self, tokens: Sequence[int], root: Root = ROOT) -> int:
-        """Count the tokens at the prompt's beginning whose blocks are cached. These are more than
-        `count_known` returns if no states are cached after the last of these blocks.
-        """
+        """Count the prompt's first tokens whose blocks are cached, with or without states."""
         return BLOCK * len(self._path(tokens, root))
 
     def take(self, tokens: Sequence[int], root: Root = ROOT) -> tuple[int, list[Any] | None]:
-        """Return how many tokens at the prompt's beginning need not be read, and a prompt cache
-        with their KV; 0 and None if no such tokens are cached.
+        """Return how many first tokens need not be read, and a prompt cache with their KV, or None.
 
-        Don't write to this prompt cache: merge it into a batch, which copies it.
+        Don't write to this prompt cache: merge it into a batch.
         """
         path = self._usable(tokens, root)
         if not path:
@@ -190,12 +171,10 @@ class PrefixCache:
         *,
         is_growing: bool = False,
     ) -> int:
-        """Store the full blocks of `tokens`. Row `row` of the batch `layers` has read the tokens.
+        """Store the full blocks of tokens that a row has read; return how many are new.
 
-        Return the number of tokens in new blocks. If the cache `needs_block_ends` and the tokens
-        don't end with a full block, nothing is stored. `routed` has the routing keys of prefixes of
-        the tokens, as pairs of a prefix's length and its key. `is_growing` means that the tokens
-        end within a running answer.
+        If the cache `needs_block_ends`, the tokens must end with a full block. `routed` has pairs
+        of a prefix's length and its routing key.
         """
         whole = len(tokens) - len(tokens) % BLOCK
         if not self.is_on or (self.needs_block_ends and whole < len(tokens)):
@@ -229,16 +208,13 @@ class PrefixCache:
         *,
         is_growing: bool = True,
     ) -> bool:
-        """Store the last block of `tokens`, which row `row` of a batch has just read, and the
-        states after this block, unless an earlier block is missing. Return True if these states
-        were not cached before.
+        """Store the last block of `tokens` and the states after it; return True if they are new.
 
-        In this case, for each n in `dropped`, drop the states after the first n tokens: even a long
-        answer has only a few sets of states.
+        If they are new, the states after the first n tokens are dropped for each n in `dropped`.
         """
         path = self._path(tokens, root)
         if len(path) < len(tokens) // BLOCK - 1:
-            return False  # earlier blocks were evicted, and this call doesn't restore them
+            return False  # an earlier block was evicted
         was_there = self._has_states(path, tokens)
         self.store(tokens, layers, row, root=root, is_growing=is_growing)
         path = self._path(tokens, root)
@@ -260,7 +236,6 @@ class PrefixCache:
         self._use(path)
 
     def forget(self, adapter: int) -> None:
-        """Drop all KV of an adapter."""
         gone = {number for root, number in self._roots.items() if root[0] == adapter}
         for key, block in sorted(self._entries.items(), key=lambda item: item[1].number):
             if key[0] in gone:  # the block before it is dropped
@@ -268,19 +243,15 @@ class PrefixCache:
                 self.pool.drop(key)
 
     def pieces(self, adapter: int = 0) -> list[PrefixPiece]:
-        """List an adapter's KV as pieces for files, the most recently used first. Each piece is
-        listed after the piece that it continues.
+        """List an adapter's KV as pieces, the most recently used first.
 
-        A piece is a run of blocks without a fork. Two prompts with the blocks A B C and A B D have
-        the pieces A B, C and D. A run also ends every PIECE_BYTES, counted from the prompt's first
-        block, and after a block with states if the prompt ends or forks soon after it. Other states
-        are left out: few prompts continue there, and a slow device has many of them.
+        A piece is a run of blocks: the prompts A B C and A B D give the pieces A B, C and D.
         """
         following: dict[int, list[Key]] = defaultdict(list)
         for key, entry in self._entries.items():
             if entry.owner is self and len(key) > 1:  # a block, not states
                 following[key[0]].append(key)
-        pieces: dict[Key, PrefixPiece] = {}  # each piece, by its first block's key
+        pieces: dict[Key, PrefixPiece] = {}
         starts: list[tuple[str, int, PrefixPiece | None, int]] = [
             (salt, root, None, 0) for (of, salt), root in self._roots.items() if of == adapter
         ]
@@ -295,7 +266,7 @@ class PrefixCache:
         return [pieces[key] for key in reversed(self._entries) if key in pieces]
 
     def copy_piece(self, adapter: int, piece: PrefixPiece) -> bytes | None:
-        """Return a piece's content as bytes; None if a part of it has been evicted since."""
+        """Encode a piece as bytes; return None if a part of it has been evicted."""
         tokens = piece.tokens
         path = self._path(tokens, (adapter, piece.salt))
         if BLOCK * len(path) < len(tokens):
@@ -306,8 +277,9 @@ class PrefixCache:
         return encode((tokens, [self._entries[key].layers for key in own], states))
 
     def put_piece(self, adapter: int, salt: str, content: bytes) -> bool:
-        """Store a piece as the least recently used entries. Return False if there is no room. A
-        piece whose earlier blocks are missing is ignored. Raises any exception for invalid content.
+        """Store a piece as the least recently used entries. Return False if there is no room.
+
+        Raises any exception for invalid content.
         """
         tokens, blocks, states = decode(content)
         arrays = _arrays([blocks, states])
@@ -346,13 +318,11 @@ class PrefixCache:
         self._routed.clear()
 
     def _split(self, layers: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Separate the plain layers from the others."""
         pairs = list(zip(layers, self._is_plain, strict=True))
         plain = [layer for layer, is_plain in pairs if is_plain]
         return plain, [layer for layer, is_plain in pairs if not is_plain]
 
     def _path(self, tokens: Sequence[int], root: Root) -> list[Key]:
-        """List the keys of the cached blocks at the tokens' beginning."""
         path: list[Key] = []
         for start in range(0, len(tokens) - BLOCK + 1, BLOCK):
             key = (self._after(path, root), *tokens[start : start + BLOCK])
@@ -362,20 +332,17 @@ class PrefixCache:
         return path
 
     def _has_states(self, path: Sequence[Key], tokens: Sequence[int]) -> bool:
-        """Return True if the blocks of a path have all the tokens, and states are cached after the
-        last of these blocks.
-        """
+        """Return True if the path has all the tokens, and states are cached after it."""
         return BLOCK * len(path) == len(tokens) and self._state_key(path) in self._entries
 
     def _usable(self, tokens: Sequence[int], root: Root) -> list[Key]:
-        """Return the path of the tokens up to the last block from which a prompt can continue."""
+        """List the keys of the cached blocks up to the last after which a prompt can continue."""
         path = self._path(tokens, root)
         while path and self.needs_block_ends and self._state_key(path) not in self._entries:
             path.pop()
         return path
 
     def _route(self, path: Sequence[Key], routed: Sequence[tuple[int, bytes]], root: Root) -> None:
-        """Note, for each routing key, the block of a path in which the key's prefix ends."""
         for end, name in routed:
             if 0 < end <= BLOCK * len(path):
                 self._routed[root, name] = path[(end - 1) // BLOCK]
@@ -383,9 +350,7 @@ class PrefixCache:
             self._routed = {name: key for name, key in self._routed.items() if key in self._entries}
 
     def _after(self, path: Sequence[Key], root: Root = ROOT) -> int:
-        """Return the first number of the keys of all blocks that follow a path: the number of the
-        path's last block or, if the path is empty, of the root.
-        """
+        """Return the number of a path's last block; for an empty path, the number of the root."""
         if path:
             return self._entries[path[-1]].number
         if root not in self._roots:
@@ -393,7 +358,6 @@ class PrefixCache:
         return self._roots[root]
 
     def _state_key(self, path: Sequence[Key]) -> Key:
-        """Return the key of the states after a path's last block."""
         return (self._after(path),)
 
     def _use(self, path: Sequence[Key]) -> None:
@@ -404,7 +368,6 @@ class PrefixCache:
     def _keep_states(
         self, path: Sequence[Key], layers: Sequence[Any], row: int, *, is_growing: bool
     ) -> None:
-        """Store a row's states after a path's last block."""
         key = self._state_key(path)
         if key not in self._entries:
             states = [_extract(layer, row) for layer in layers]
@@ -414,9 +377,7 @@ class PrefixCache:
             self._use([key])
 
     def _put(self, key: Key, layers: Sequence[Any], path: list[Key], *, is_growing: bool) -> bool:
-        """Store layers under a key and add the key to the path. Return False, and store nothing, if
-        there is no room or the layers are not finite.
-        """
+        """Store layers and append their key to the path. Return False for NaN or lack of room."""
         arrays = [array for layer in layers for array in _arrays(layer)]
         nbytes = sum(array.nbytes for array in arrays) + _TOKEN_BYTES * len(key)
         while not self.pool.has_room(nbytes, len(arrays)):
@@ -426,8 +387,7 @@ class PrefixCache:
             self.pool.drop(evicted)
         # A NaN in one layer makes all later layers NaN, so only the last one is checked.
         are_finite = [mx.isfinite(array).all() for array in _arrays(layers[-1])] if layers else []
-        # Arrays are evaluated before they are stored, so that an error is raised for the sequence
-        # that was read and not for a later one. A single wait is enough for all arrays.
+        # Evaluate before storing, so that an error is raised for the sequence that was read.
         evaluate(arrays, are_finite)
         if not all(is_finite.item() for is_finite in are_finite):
             return False
@@ -438,15 +398,14 @@ class PrefixCache:
 
 
 def count_shared(one: Sequence[int], other: Sequence[int]) -> int:
-    """Count the tokens in the full blocks that two prompts have in common at their beginning."""
+    """Count the tokens in the full blocks that two prompts share at their beginning."""
     starts = range(0, min(len(one), len(other)) - BLOCK + 1, BLOCK)
     alike = takewhile(lambda at: one[at : at + BLOCK] == other[at : at + BLOCK], starts)
     return BLOCK * sum(1 for _ in alike)
 
 
 def _extract(layer: Any, row: int) -> Any:
-    """Copy a row of a layer's states out of a batch."""
-    # The copies are needed because some caches return views of the whole batch's buffers.
+    # Some caches return views, which would keep the whole batch's buffers alive.
     cache = layer.extract(row)
     cache.state = tree_map(
         lambda leaf: copy_rows(leaf) if isinstance(leaf, mx.array) else leaf, cache.state
@@ -455,12 +414,10 @@ def _extract(layer: Any, row: int) -> Any:
 
 
 def _join(empty: RaggedKVCache, pages: Sequence[Sequence[mx.array]]) -> RaggedKVCache:
-    """Return a layer's cache made from the planes of its blocks."""
     planes = zip(*pages, strict=True)
     return empty.holding([mx.concatenate(list(plane), axis=2) for plane in planes])
 
 
 def _arrays(layer: Any) -> list[mx.array]:
-    """List the arrays of one layer: of its planes in a block, or of its cache."""
     leaves: Any = tree_flatten(layer if isinstance(layer, list) else layer.state)
     return [leaf for _, leaf in leaves if isinstance(leaf, mx.array)]

@@ -1,8 +1,6 @@
-"""Pieces of the prefix cache for files: where they end, and how they are encoded. Must run on the
-lane.
+"""Pieces of the prefix cache, encoded for files. Must run on the lane.
 
-An encoded piece is a JSON header, then the bytes of all arrays. The header has the prompt's tokens,
-and nested lists of layers with each array's dtype and shape in place of the array.
+An encoded piece is a JSON header with the tokens, dtypes and shapes, then the bytes of all arrays.
 """
 
 import io
@@ -18,25 +16,23 @@ from mlx.utils import tree_map
 from gateway.engine.device import evaluate
 
 PIECE_BYTES: Final = 64 << 20  # approximate limit of a piece; copying this much takes some 20 ms
-# A conversation's next prompt may lack the end of the last prompt, but fewer blocks than these.
-NEAR: Final = 4
-_LENGTH: Final = 8  # bytes of the integer, at the file's beginning, that is the header's length
+NEAR: Final = 4  # more than the last blocks that a conversation's next prompt may drop
+_LENGTH: Final = 8  # bytes of the header's length, an integer before the header
 _DTYPES: Final = {str(kind): kind for kind in vars(mx).values() if isinstance(kind, mx.Dtype)}
 
 Key: TypeAlias = tuple[int, ...]  # number of the preceding block, then the block's tokens
-# The prompt's tokens up to the piece's end; the planes of the plain layers for each block of the
-# piece; and the states after the piece's last block, None if they are not cached.
+# The prompt's tokens up to the piece's end, the planes of each block, and the states after the last
+# block, None if they are not cached.
 Piece: TypeAlias = tuple[Sequence[int], Sequence[Any], Sequence[Any] | None]
 
 
 def follow(
     key: Key, place: int, kept: Mapping[Key, Any], following: Mapping[int, Sequence[Key]]
 ) -> list[Key]:
-    """Return the keys of a piece's blocks, given the first block's key. `place` counts the blocks
-    that come before the piece in its prompt.
+    """Return the keys of a piece's blocks, given the first block's key.
 
-    `kept` has all cached blocks; `following` has, for each block's number, the keys of its
-    successors.
+    A piece ends at a fork, every PIECE_BYTES of its prompt, and at states near the prompt's end.
+    `place` counts the prompt's blocks before the piece.
     """
     most = max(1, PIECE_BYTES // kept[key].nbytes)
     run = [key]
@@ -52,7 +48,7 @@ def follow(
 def _is_near_end(
     number: int, kept: Mapping[Key, Any], following: Mapping[int, Sequence[Key]]
 ) -> bool:
-    """Return True if a prompt ends or forks within NEAR blocks after the block of this number."""
+    """Return True if a prompt ends or forks within NEAR blocks after this block."""
     for _ in range(NEAR):
         if len(following[number]) != 1:
             return True
@@ -61,7 +57,7 @@ def _is_near_end(
 
 
 def encode(piece: Piece) -> bytes:
-    """Encode a piece as bytes, which `decode` reads. Evaluates the piece's arrays."""
+    """Encode a piece as bytes; evaluate its arrays."""
     tokens, *layers = piece
     arrays: list[mx.array] = []
 
@@ -79,9 +75,7 @@ def encode(piece: Piece) -> bytes:
 
 
 def decode(content: bytes) -> Piece:
-    """Decode the bytes that `encode` returned; tuples become lists. Raises any exception for other
-    bytes.
-    """
+    """Decode an encoded piece; tuples become lists. Raises any exception for other bytes."""
     file = io.BytesIO(content)
 
     def read(leaf: Any) -> Any:

@@ -1,8 +1,6 @@
 """Quantized KV: the keys and values of a model's plain layers, in 8 or 4 bits.
 
-MLX quantizes along the head dimension, so no group spans two tokens. Batches, the prefix cache and
-rollback therefore work as with unquantized KV. Layers with sliding windows or states stay
-unquantized.
+MLX quantizes along the head dimension, so tokens can be added and removed as in unquantized KV.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,14 +16,11 @@ from gateway.engine.kv.cache import RaggedKVCache
 from gateway.engine.models.checkpoint import KV_GROUP_SIZES, Listing, kv_group_size
 from gateway.errors import Fault
 
-# Passes of up to this many tokens per row, which are decode steps with or without a draft, attend
-# to packed keys: mlx-lm's attention then reads only the quantized KV, but writes out all attention
-# scores. Longer passes dequantize one layer's KV at a time for the device's own attention, which
-# writes no scores: with 32 heads, the scores of 2,048 tokens after 32,768 would take 4 GB in 16
-# bits. On Metal, where this limit has not been tuned, mx.quantized_matmul reads a quarter to a half
-# of the bytes; a CPU has `attend_packed`.
+# Passes of up to this many tokens per row attend to packed keys, which are smaller to read. Longer
+# passes dequantize a layer's KV: packed attention would write 4 GB of scores for 2,048 tokens after
+# 32,768 (32 heads, 16 bits). Not tuned on Metal.
 MOST_PACKED: Final = 8
-_TRIED: Final = (1, 2, MOST_PACKED + 1)  # tokens per row of the trial passes
+_TRIED: Final = (1, 2, MOST_PACKED + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +29,11 @@ class Packing:
 
     bits: int
     group_size: int
-    # Passes of more tokens per row attend to dequantized keys and values; with 0, all passes do.
-    most_packed: int = MOST_PACKED
+    most_packed: int = MOST_PACKED  # passes of more tokens per row dequantize; 0: all passes do
 
 
 class PackedKVCache(RaggedKVCache):
-    """The quantized KV of one layer. Its planes are codes, scales and biases. Each plane has the
-    heads of the keys first, then the heads of the values.
-    """
+    """The quantized KV of one layer: codes, scales and biases, with the keys' heads first."""
 
     def __init__(self, packing: Packing, counts: Sequence[int] = (0,)) -> None:
         super().__init__(counts)
@@ -53,8 +45,9 @@ class PackedKVCache(RaggedKVCache):
 
     @property
     def bits(self) -> int:
-        """Return the bits of the keys fetched last. Raises AttributeError if they were dequantized,
-        since mlx-lm's attention uses `hasattr` to find out.
+        """Return the bits of the keys fetched last. Raises AttributeError if they are dequantized.
+
+        mlx-lm's attention tests this with `hasattr`.
         """
         if not self._gives_packed:
             raise AttributeError("the keys fetched last are dequantized")
@@ -66,7 +59,6 @@ class PackedKVCache(RaggedKVCache):
 
     @property
     def unpacked_token_bytes(self) -> int:
-        """Count the bytes of one token's dequantized keys and values."""
         codes, scales, _ = self.planes
         return codes.shape[1] * codes.shape[3] * 32 // self._packing.bits * scales.dtype.size
 
@@ -78,8 +70,7 @@ class PackedKVCache(RaggedKVCache):
         both, how = mx.concatenate([keys, values], axis=1), self._packing
         packed: Any = mx.quantize(both, group_size=how.group_size, bits=how.bits)
         codes, scales, biases = packed
-        # `mx.quantize` turns NaN and infinity into finite numbers. Adding NaN to the biases keeps
-        # the fault visible.
+        # `mx.quantize` makes NaN and infinity finite, so NaN is added to the biases.
         zeros = (both * 0).reshape(*scales.shape, how.group_size).sum(axis=-1)
         return [codes, scales, biases + zeros]
 
@@ -99,10 +90,8 @@ class PackedKVCache(RaggedKVCache):
 def quantize_kv(checkpoint: Listing, model: Any, bits: int, *, is_shared: bool = False) -> None:
     """Make a model quantize the KV of its plain layers to `bits` bits. Must run on the lane.
 
-    From now on, mlx-lm creates quantized caches for the model. They are tried with a few passes,
-    which are not evaluated if the model `is_shared` by several ranks, since all ranks would have to
-    run them. Raises ModelLoadFailed if the model has no plain layers, or its heads cannot be
-    quantized.
+    A few passes try the quantized caches. They are not evaluated if several ranks share the model,
+    because all ranks would have to run them. Raises ModelLoadFailed if quantization is impossible.
     """
     make_plain = _own_caches(model)
     layers = _read(model, make_plain(), (1,))
@@ -128,9 +117,7 @@ def quantize_kv(checkpoint: Listing, model: Any, bits: int, *, is_shared: bool =
 
 
 def _choose_packing(checkpoint: Listing, layer: Any, bits: int) -> Packing | None:
-    """Return the parameters for quantizing a layer's cache, which has read a token; None if it
-    stays unquantized.
-    """
+    """Return a layer's parameters, given its cache after a token; None if it stays unquantized."""
     if type(layer) is not KVCache or layer.keys is None:
         return None
     size, other = (plane.shape[-1] for plane in layer.keys_and_values())  # type: ignore[no-untyped-call]
@@ -148,10 +135,8 @@ def _choose_packing(checkpoint: Listing, layer: Any, bits: int) -> Packing | Non
 
 
 def _own_caches(model: Any) -> Callable[[], list[Any]]:
-    """Return a function that creates the caches which mlx-lm would create for a model. The function
-    has only a weak reference to the model: the model will refer to the function, and memory in a
-    reference cycle is freed only by the garbage collector.
-    """
+    """Return the function with which mlx-lm makes a model's caches."""
+    # A strong reference would make a cycle, because the model will refer to the function.
     kind: Any = type(model)
     plain: Any = KVCache  # untyped in mlx-lm
     model_ref: Callable[[], Any] = ref(model)
@@ -173,7 +158,6 @@ def _set_caches(
 def _read(
     model: Any, caches: list[Any], lengths: Sequence[int], *, is_evaluated: bool = False
 ) -> list[Any]:
-    """Run a pass of each of these lengths, in tokens; return the caches."""
     for length in lengths:
         logits = model(mx.zeros((1, length), dtype=mx.int32), cache=caches)
         if is_evaluated:
