@@ -168,13 +168,16 @@ class GenerationEngine(Protocol):
         """Compile a grammar. Slow; safe on any thread. Raises BadRequest."""
 
     def matches_schema(self, schema: str, answer: str) -> bool | None:
-        """Return whether an answer matches a JSON Schema. Slow; safe on any thread."""
+        """Return whether an answer matches a JSON Schema; None if that cannot be found out.
+
+        Slow; safe on any thread.
+        """
 
     def read_answer(self, params: SequenceParams, text: str, is_cut: bool) -> Reading:
         """Parse a sequence's complete answer into thoughts, text and calls.
 
-        Slow; safe on any thread. If parsing fails, the answer stays text, and a log event is
-        returned. Raises Overloaded or Unavailable if other work leaves no time for parsing.
+        Slow; safe on any thread. A cut answer has no calls. If parsing fails, the answer stays
+        text, and a log event is returned. Raises Overloaded or Unavailable if other work leaves no time for parsing.
         """
 
     def step(self, plan: StepPlan) -> StepResult:
@@ -187,13 +190,19 @@ class GenerationEngine(Protocol):
     def synchronize(self) -> None: ...
 
     def self_test(self) -> Generator[Verdict]:
-        """Compare sequences in batches and alone; each step yields the verdict so far."""
+        """Compare sequences in batches and alone; each step yields the verdict so far, and the last
+        one a complete verdict.
+        """
 
     def time_step(self, rows: int) -> Generator[float | None]:
-        """Time a decode step of `rows` sequences; the last step yields the seconds."""
+        """Time a decode step of `rows` sequences; only the last step yields seconds."""
 
     def apply_verdict(self, verdict: Verdict) -> None:
-        """Stop using the ways of running sequences that the verdict found wrong."""
+        """Stop running sequences in the ways that the verdict found wrong.
+
+        Before its first complete verdict, an engine of an unknown architecture runs one sequence
+        at a time.
+        """
 
     def probe(self) -> None:
         """Prefill a fixed prompt without compiling anything. Raises the device's errors."""
@@ -201,7 +210,8 @@ class GenerationEngine(Protocol):
     def routing_keys(self, adapter: int = 0) -> Sequence[bytes]:
         """Return the routing keys of the prompts in the prefix cache. Safe on any thread."""
 
-    def drop_adapter(self, number: int) -> None: ...
+    def drop_adapter(self, number: int) -> None:
+        """Free an adapter, and end its sequences."""
 
     def nbytes(self) -> int:
         """Return the bytes held on the device: weights, KV and prefix cache."""
