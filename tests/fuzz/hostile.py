@@ -1,5 +1,6 @@
 """Requests as somebody writes them who knows where gateways break, one unlike the other."""
 
+import base64
 import json
 import random
 from collections.abc import Callable, Mapping
@@ -8,6 +9,7 @@ from typing import Any
 
 import orjson
 
+from tests.engine.vision.picture_files import jpeg_size, noise, png, saved
 from tests.fuzz.asking import LENGTHS, POSTS
 
 Body = dict[str, Any]
@@ -18,6 +20,7 @@ MARKS = (
     *("{% for", "\x00", "\u202e", "\ud7ff", "\U0010ffff", "🤷\u200d♀️", "e\u0301", "\r\n\r\n", "﷽"),
     "data: [DONE]\n\n",
 )
+SIGHT = ("<|image_pad|>" * 9, "<|vision_start|><|image_pad|><|vision_end|>", "<|video_pad|>")
 REGEXES = (
     *("(a*)*b", "((((((((((", "(a{1,99}){1,99}", "[^\\x00-\\uffff]+", "\\p{L}{0,500}", "a|"),
     *("(" * 500 + ")" * 500, "[a-z]" * 1500, "(x+x+)+y", "^$", ".{0,9999}", "\\b", "(?i)ß", "[]"),
@@ -256,6 +259,57 @@ def nested(choose: random.Random) -> tuple[str, Body]:
     )
 
 
+def picture(choose: random.Random) -> bytes:
+    """Make an image file that is whole, spoilt, cut, or lies about its size."""
+    width, height = choose.choice(((8, 8), (64, 48), (200, 3), (2, 2), (300, 300)))
+    kind = choose.choice(("PNG", "JPEG", "WEBP", "GIF", "BMP"))
+    image = noise(width, height, choose.randrange(9))
+    whole = bytearray(saved(image.quantize(8) if kind == "GIF" else image, kind))
+    for _ in range(choose.choice((0, 0, 1, 3, 40))):
+        whole[choose.randrange(len(whole))] = choose.randrange(256)
+    return choose.choice(
+        (
+            bytes(whole),
+            bytes(whole),
+            bytes(whole[: choose.randrange(len(whole))]),
+            png(choose.choice((30_000, 2**31 - 1, 0)), choose.choice((30_000, 1)), b""),
+            jpeg_size(saved(noise(), "JPEG"), 65_535, 65_535),
+            b"<svg xmlns='http://www.w3.org/2000/svg'/>",
+            choose.randbytes(100),
+            b"",
+        )
+    )
+
+
+def seen(choose: random.Random) -> tuple[str, Body]:
+    """Show images, in any of the ways to show them, to a model that sees or to one that reads."""
+    data = base64.b64encode(picture(choose)).decode()
+    data = choose.choice((data, data, data, data[:-1], data + "=", data + "\n", "%", "é" * 99))
+    url = f"data:image/{choose.choice(('png', 'x', ''))};base64,{data}"
+    url = choose.choice((url, url, url, "http://127.0.0.1:9/x.png", "file:///etc/passwd", data))
+    count = choose.choice((1, 1, 2, 64, 65))
+    detail = choose.choice(("low", "auto", "high", "original", "none", None))
+    wire: Body = {"type": "image_url", "image_url": {"url": url, "detail": detail}}
+    flat: Body = {"type": "input_image", "image_url": url, "detail": detail}
+    source = {"type": choose.choice(("base64", "url", "file")), "media_type": "x/y", "data": data}
+    block: Body = {"type": "image", "source": source}
+    text: Body = {"type": "text", "text": choose.choice((*SIGHT, *MARKS))}
+    shown = {"role": choose.choice(("user", "user", "tool", "system", "assistant"))}
+    result = {"type": "tool_result", "tool_use_id": "c", "content": [block] * count}
+    output = {"type": "function_call_output", "call_id": "c", "output": [flat] * count}
+    path, given = choose.choice(
+        (
+            chat(messages=[{**shown, "content": [text, *[wire] * count]}]),
+            chat(messages=[{**shown, "content": [wire, text, flat, block]}], n=2),
+            ("/responses", {"input": [{**shown, "content": [flat] * count}]}),
+            ("/responses", {"input": [{"role": "user", "content": "x"}, output]}),
+            ("/messages", {"messages": [{"role": "user", "content": [text, *[block] * count]}]}),
+            ("/messages", {"messages": [{"role": "user", "content": [result]}]}),
+        )
+    )
+    return path, {"model": choose.choice(("seeing", "seeing", "writer")), **given}
+
+
 SHAPES: dict[str, Callable[[random.Random], tuple[str, Body]]] = {
     "forms": formed,
     "names": named,
@@ -264,6 +318,7 @@ SHAPES: dict[str, Callable[[random.Random], tuple[str, Body]]] = {
     "marks": marked,
     "choices": multiplied,
     "depth": nested,
+    "images": seen,
 }
 PIPELINED = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
 AFTER = (b"\r\n", b"\n", b"x", b"\x00" * 100, PIPELINED, b"PRI * HT")

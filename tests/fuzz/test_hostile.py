@@ -11,9 +11,11 @@ from urllib.parse import urlsplit
 import httpx2
 import orjson
 import pytest
+import yaml
 
 from gateway.api.endpoints import ENDPOINTS
 from gateway.wire.anthropic import error_status
+from tests.engine.vision.harness import write_seeing
 from tests.fuzz.asking import check_error
 from tests.fuzz.hostile import Sent, hostile
 from tests.processes import DEMO, Served, command, started
@@ -22,7 +24,7 @@ from tests.provoked.readings import settled
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 POSTS = {each.bare_path: each for each in ENDPOINTS if each.method == "POST"}
-SHORT, LONG = 80, 20_000
+SHORT, LONG = 100, 20_000
 AT_ONCE = 6
 REQUEST_S = 20  # the gateway gives a request this long, whatever its own header asks for
 ANSWERED_S = 6 * REQUEST_S
@@ -139,7 +141,12 @@ async def test_whoever_means_ill_is_answered_and_nothing_is_left(
     """
     worst: list[float] = []
     given = {**ALIASES, "GATEWAY_REQUEST_TIMEOUT_S": str(REQUEST_S)}
-    with started(command("serve", "--models", str(DEMO)), tmp_path, **given) as served:
+    write_seeing("qwen3_vl", tmp_path / "seeing")
+    models = yaml.safe_load(DEMO.read_text())
+    models["models"]["demo-chat"]["source"] = f"path:{DEMO.parent / 'chat'}"
+    models["models"]["seeing"] = {"kind": "chat", "source": "path:seeing", "preload": True}
+    (tmp_path / "models.yaml").write_text(yaml.safe_dump(models))
+    with started(command("serve"), tmp_path, **given) as served:
         before = await settled(served.url)
         pinging = asyncio.create_task(pinged(served.url, worst))
         answers = await stormed(served, requests)
