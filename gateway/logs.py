@@ -93,7 +93,7 @@ def is_console(style: Format) -> bool:
 
 
 def _console(_: Any, __: str, event_fields: MutableMapping[str, Any]) -> str:
-    """Return an event as text; only warnings, errors and prompts may take several lines."""
+    """Return an event as text, cut to COLUMNS unless it is a warning, an error or a prompt."""
     fields = dict(event_fields)
     event, level = _text(fields.pop("event", "")), fields.pop("level", "info")
     time, request_id = fields.pop("timestamp", ""), fields.pop("request_id", None)

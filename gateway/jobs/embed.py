@@ -13,9 +13,9 @@ class EmbedJob:
     caller: Caller
     texts: Sequence[str] = ()
     token_rows: Sequence[TokenIds] = ()
-    # True: inputs that are too long are cut, as in sentence-transformers. False: they are refused.
+    # True: inputs that are too long are cut. False: they are refused.
     truncate: bool = False
-    # The vectors of a Matryoshka model are shortened to this size.
+    # The size to shorten the vectors of a Matryoshka model to.
     dimensions: int | None = None
     prompt_name: str | None = None
 
