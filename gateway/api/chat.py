@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions and /v1/completions; /v1/messages of Anthropic's API; /v1/decisions."""
+"""The endpoints of chat models: chat completions, completions, Messages, decisions."""
 
 import time
 from functools import partial
@@ -59,7 +59,7 @@ async def answer(service: Service, request: Request) -> ASGIApp:
 
 
 async def complete(service: Service, request: Request) -> ASGIApp:
-    """Answer a completions request: continue all of its prompts at the same time."""
+    """Answer a completions request; its prompts run at the same time."""
 
     def translate(wire_request: completions.CompletionRequest) -> Exchange:
         _, spec = service.chat_spec(wire_request.model)
@@ -140,10 +140,7 @@ def _message_exchange(
 
 
 async def decide(service: Service, request: Request) -> Response:
-    """Answer with the probabilities of every question's labels, once all of them are known.
-
-    If one question fails, or the client leaves, the remaining questions are cancelled.
-    """
+    """Answer with the probability of each label of each question."""
     body = await service.read_body(request)
     with time_stage(request, Stage.PARSE):
         parsed = await service.take(request, body, decisions.DecisionsRequest)
@@ -156,7 +153,7 @@ async def decide(service: Service, request: Request) -> Response:
     async with while_connected(request.receive), lease as batcher:
         logprobs, usage = await score_labels(batcher, jobs)
     with time_stage(request, Stage.SERIALIZE):
-        # 400 questions of 255 choices have 102,000 probabilities, which take a while to write.
+        # Writing 102,000 probabilities (400 questions of 255 choices) takes a while.
         answer = await serialize(
             lambda: orjson.dumps(decisions.to_decision(asked, logprobs, usage)),
             sum(map(len, logprobs)),
