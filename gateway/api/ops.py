@@ -38,7 +38,7 @@ class Index(TypedDict):
 
 
 async def index(service: Service, request: Request) -> Response:
-    """Answer a request to the base URL, which agents send to check whether a server is there."""
+    """Answer agents that send a request to the base URL to find the server."""
     body: Index = {"name": "mlx-gateway", "models": "/v1/models", "openapi": "/openapi.json"}
     return reply(body)
 
@@ -51,10 +51,7 @@ async def health(service: Service, request: Request) -> Response:
 
 
 async def ready(service: Service, request: Request) -> Response:
-    """Answer 200 once all preloaded models are loaded, until shutdown or until the lane fails.
-
-    The models' states are only for callers who may list models.
-    """
+    """Answer 200 while all preloaded models are loaded and the gateway accepts requests."""
     status = service.readiness()
     body: Ready = {"status": status}
     if context_of(request).is_known:
@@ -68,7 +65,7 @@ async def metrics(service: Service, request: Request) -> Response:
 
 async def describe(service: Service, endpoints: Sequence[Endpoint]) -> Response:
     served = service.served.catalog, tuple(endpoints), service.exposure, service.rules.strict_fields
-    # Building the document takes a fifth of a second, but only for the first request.
+    # Only the first request builds the document, in a fifth of a second.
     body = await service.pool.run(_document_json, *served, kind="descriptions")
     return Response(body, media_type="application/json")
 
