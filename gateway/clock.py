@@ -64,5 +64,4 @@ class Timings:
         return stages
 
     def add(self, stage: Stage, started: float, ended: float | None = None) -> None:
-        """Record an interval of a stage; `ended` is now by default."""
         self.intervals.append((stage, started, now() if ended is None else ended))

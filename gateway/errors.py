@@ -12,7 +12,6 @@ SHOWN_CHARS = 256
 
 
 def shorten(text: str) -> str:
-    """Cut a caller's text to SHOWN_CHARS."""
     if len(text) <= SHOWN_CHARS:
         return text
     return f"{text[:SHOWN_CHARS]}…"
@@ -82,7 +81,6 @@ class GatewayError(Exception):
         return copy
 
     def named(self, param: str, code: str | None = None) -> Self:
-        """Return a copy with `param` set, and with `code` if the error has no code yet."""
         return self.copy(param=param, code=self.code or code)
 
     def body(self) -> ErrorBody:

@@ -18,7 +18,7 @@ Format = Literal["auto", "json", "console"]
 
 COLUMNS = 100
 FIELD_COLUMNS = 48  # most columns of one field
-ID_COLUMNS = 13  # columns of a request's id
+ID_COLUMNS = 13
 
 lost_lines = 0  # lines that could not be written
 
@@ -88,7 +88,6 @@ def get(name: str) -> structlog.typing.FilteringBoundLogger:
 
 
 def is_console(style: Format) -> bool:
-    """Return True if log lines go to a terminal and are not JSON."""
     return sys.stderr.isatty() and style != "json"
 
 
@@ -145,7 +144,6 @@ def _format_fields(fields: dict[str, Any], columns: int | None) -> Iterator[str]
 
 
 def human_bytes(count: int) -> str:
-    """Return a number of bytes in B, KiB, MiB or GiB."""
     size, units = float(count), ["B", "KiB", "MiB", "GiB"]
     while abs(size) >= 1024 and len(units) > 1:
         size /= 1024
@@ -191,7 +189,6 @@ def _width(text: str) -> int:
 
 
 def _word(value: Any, columns: int | None = None) -> str:
-    """Return a value as text, quoted if it is empty or has spaces or `=`."""
     text = _text(value)
     is_quoted = isinstance(value, str) and (not text or any(mark in text for mark in ' "='))
     if columns is not None:

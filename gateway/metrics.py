@@ -159,7 +159,6 @@ GRAMMAR_COMPILE_SECONDS = Histogram(
 
 
 def count_prompt(model: str, tokens: int) -> None:
-    """Count the tokens of a request's prompt, or of all its texts."""
     of(TOKENS_IN, model).inc(tokens)
     of(PROMPT_LENGTH, model).observe(tokens)
 
@@ -258,7 +257,6 @@ def text() -> bytes:
 
 
 def total(gauge: Gauge) -> float:
-    """Return the sum of a gauge's series."""
     return sum(sample.value for family in gauge.collect() for sample in family.samples)
 
 

@@ -47,7 +47,7 @@ class AccessRules:
 
     admin_key: str | None  # the only key for /admin, if set
     keys: Sequence[str]
-    shares_prefixes: bool  # True: all keys share cached prefixes
+    shares_prefixes: bool
     hosts: Sequence[str]
     origins: Sequence[str]
     allowance: Allowance
@@ -171,14 +171,12 @@ class Guard:
 
 
 def _opens_page(scope: Scope, headers: Mapping[bytes, bytes]) -> bool:
-    """Return True if a browser opens one of PAGES, and not inside a frame."""
     is_link = headers.get(b"sec-fetch-mode") == b"navigate"
     is_whole = headers.get(b"sec-fetch-dest") == b"document"
     return is_link and is_whole and scope["method"] == "GET" and scope["path"] in PAGES
 
 
 def _key_id(headers: Mapping[bytes, bytes], keys: Sequence[bytes]) -> str:
-    """Return the id of the API key that a request sends."""
     # Agents may send two keys, one of which is for another service.
     sent = []
     scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
@@ -288,7 +286,6 @@ class Meter:
 
     def headers(self) -> Iterator[tuple[bytes, bytes]]:
         """Charge the tokens known so far, and yield headers with the remaining allowance."""
-        # A stream's tokens are charged at its end.
         self.charge()
         for kind, bucket in self._buckets.items():
             values = {

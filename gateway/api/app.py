@@ -31,7 +31,6 @@ def create_app(
     tracer: "Tracer | None",
     lifespan: Callable[[], contextlib.AbstractAsyncContextManager[None]],
 ) -> ASGIApp:
-    """Return the ASGI application."""
     router = Router(
         [
             Route(path, partial(endpoint.handler, service), methods=[endpoint.method])

@@ -43,7 +43,7 @@ class Body:
         self._nbytes = 0
 
     def count(self, size: int, *, is_refusable: bool = True) -> None:
-        """Set the number of bytes held. Raises Unavailable if there is no room."""
+        """Set the number of bytes held, or raise Unavailable."""
         nbytes = max(0, size - UNCOUNTED_BYTES)
         more = nbytes - self._nbytes
         # A body without room is refused: two half-read bodies could wait for each other forever.
@@ -57,9 +57,7 @@ class Body:
         self._nbytes = nbytes
 
     def count_answer(self, size: int) -> None:
-        """Set the number of bytes held for an answer. Raises Unavailable for a large one without
-        room.
-        """
+        """Set the number of bytes held for an answer; only a large one may raise Unavailable."""
         self.count(size, is_refusable=size > SMALL_BYTES)
 
 

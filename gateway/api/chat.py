@@ -27,8 +27,6 @@ from gateway.wire.generation import Heading, read_tier
 
 
 async def answer(service: Service, request: Request) -> ASGIApp:
-    """Answer a chat completion request, whole or as a stream."""
-
     def translate(wire_request: chat.ChatRequest) -> Exchange:
         resolved, spec = service.chat_spec(wire_request.model)
         messages, headers = without_images(service, request, spec, wire_request.messages)
@@ -59,8 +57,6 @@ async def answer(service: Service, request: Request) -> ASGIApp:
 
 
 async def complete(service: Service, request: Request) -> ASGIApp:
-    """Answer a completions request; its prompts run at the same time."""
-
     def translate(wire_request: completions.CompletionRequest) -> Exchange:
         _, spec = service.chat_spec(wire_request.model)
         caller = service.caller(request, read_tier(wire_request.service_tier))
@@ -91,16 +87,12 @@ def _heading(prefix: str, model: str, fingerprint: str) -> Heading:
 
 
 async def answer_message(service: Service, request: Request) -> ASGIApp:
-    """Answer a Messages request, whole or as a stream."""
-
     translate = partial(_message_exchange, service, request)
     exchange = await read_exchange(service, request, anthropic.MessagesRequest, translate)
     return await exchange.respond(request)
 
 
 async def count_message_tokens(service: Service, request: Request) -> Response:
-    """Answer with the number of tokens of a Messages request's prompt."""
-
     translate = partial(_message_exchange, service, request)
     exchange = await read_exchange(service, request, anthropic.CountMessageTokensRequest, translate)
     body: anthropic.MessageTokensCount = {"input_tokens": await exchange.count_tokens(request)}
@@ -140,7 +132,6 @@ def _message_exchange(
 
 
 async def decide(service: Service, request: Request) -> Response:
-    """Answer with the probability of each label of each question."""
     body = await service.read_body(request)
     with time_stage(request, Stage.PARSE):
         parsed = await service.take(request, body, decisions.DecisionsRequest)

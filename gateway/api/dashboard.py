@@ -131,7 +131,6 @@ def _sample(service: Service, is_admin: bool) -> bytes:
 
 
 def _models(service: Service) -> list[dict[str, Any]]:
-    """Return each model once, as /v1/models describes it, with its aliases."""
     return [
         {
             **describe_model(service, Resolved(spec)),

@@ -24,8 +24,6 @@ R = TypeVar("R", wire.EmbeddingsRequest, wire.InputsRequest)
 
 
 class _Result(NamedTuple, Generic[R]):
-    """A request, its vectors, and the headers for the answer."""
-
     request: R
     embedded: Embedded
     headers: dict[str, str]

@@ -42,14 +42,11 @@ R = TypeVar("R", bound=WireRequest)
 
 @dataclass(slots=True)
 class _Run:
-    """The jobs of a request while they run."""
-
     usage: Usage  # usage of the prompts admitted so far
     updates: AsyncIterator[Usage | Delta]  # usage of later prompts, and all deltas
     checker: AnswerChecker | None = None
 
     async def verdict(self, index: int) -> SchemaVerdict | None:
-        """Return the verdict on a choice that has ended. Raises SchemaViolated if it is BROKEN."""
         if self.checker is None:
             return None
         fit = await self.checker.check(index)
@@ -77,7 +74,7 @@ class Exchange:
     jobs: Sequence[GenerateJob]
     writer: AnswerWriter
     is_streamed: bool
-    is_checked: bool = True  # True: there is one job, whose answer is checked
+    is_checked: bool = True  # True: there is one job, and its answer is checked
     keep: Callable[[], None] = lambda: None  # stores the answer, before the answer's end is sent
     headers: dict[str, str] = field(default_factory=dict)
 
@@ -97,7 +94,6 @@ class Exchange:
         return await stream.prime(self.service.rules.stream_open_after_s)
 
     async def count_tokens(self, request: Request) -> int:
-        """Return the number of tokens of the prompt, and generate nothing."""
         job = self.jobs[0]
         lease = self.service.lease(self.spec, job.caller, self.request)
         async with while_connected(request.receive), lease as batcher:
@@ -169,7 +165,7 @@ class Exchange:
 
     @contextlib.asynccontextmanager
     async def _run(self, jobs: Sequence[GenerateJob]) -> AsyncIterator[_Run]:
-        """Lease the model, wait until a job is admitted, and set the headers known by then."""
+        """Run the jobs on a leased model, and set the headers known once a job is admitted."""
         async with self.service.lease(self.spec, jobs[0].caller, self.request) as batcher:
             if self.is_checked:
                 async with batcher.generate(jobs[0]) as generation, aclosing(generation.deltas):
@@ -221,11 +217,7 @@ async def read_exchange(
 def without_images(
     service: Service, request: Request, spec: ChatSpec, turns: Sequence[P]
 ) -> tuple[Sequence[P], dict[str, str]]:
-    """Return a conversation without its images, if the model reads none and the caller allows it.
-
-    The header has the number of images left out. Raises BadRequest if the caller's header is not a
-    boolean.
-    """
+    """Leave out images if the model reads none and the caller allows it; count them in a header."""
     name = "x-gateway-leave-out-images"
     given = context_of(request).headers.get(name.encode())
     choices = {None: service.rules.leave_out_images, b"true": True, b"false": False}
@@ -255,7 +247,6 @@ def template_args(resolved: Resolved, spec: ChatSpec) -> dict[str, Any]:
 
 
 def thinking_budgets(spec: ChatSpec) -> dict[str, int]:
-    """Return the most tokens of thinking for each effort that is set, and for `default`."""
     return spec.thinking_budget.model_dump(exclude_none=True)
 
 
@@ -292,9 +283,6 @@ def _require_fit(fits: Sequence[Fit | None]) -> None:
 
 
 def _verdict_json(fit: Fit | None, unenforced: Sequence[str]) -> SchemaVerdict | None:
-    """Return the verdict to send with a choice; None if the choice fits its whole schema, or has
-    none.
-    """
     if fit is None or (fit is Fit.VALID and not unenforced):
         return None
     return {"unenforced": list(first_names(unenforced)), "schema_valid": fit.is_valid}
@@ -316,10 +304,7 @@ def _answer_headers(checker: AnswerChecker, params: SequenceParams) -> dict[str,
 
 
 def _schema_valid_header(answer: _Attempt) -> dict[str, str]:
-    """Return the header that tells whether all choices fit their schema.
-
-    It is left out if there is no schema, or if grammars enforced the whole schema.
-    """
+    """Return the header that tells whether all choices fit their schema."""
     verdicts = [fit.is_valid for fit in answer.fits if fit is not None]
     if not verdicts or (all(verdicts) and not answer.unenforced):
         return {}

@@ -1,4 +1,4 @@
-"""The requests in flight, which can be listed, drained and cancelled; the dashboard's watchers."""
+"""The requests in flight, and the dashboard's watchers."""
 
 import asyncio
 import contextlib
@@ -46,23 +46,23 @@ class RequestContext:
     is_anthropic: bool  # True: the answer has Anthropic's format
     body: Body  # memory of the request's body
     unread: Body  # memory of the answer that the client has not read
-    # A router stores these keys of the prompt's beginnings in the scope.
+    # Keys of the prompt's beginnings, which a router stores in the scope.
     routing_keys: RoutingKeys = field(default_factory=RoutingKeys)
     timings: Timings = field(default_factory=Timings)
-    trace: "Trace | None" = None  # None if the request is not traced
+    trace: "Trace | None" = None
     _task: "asyncio.Task[object] | None" = field(default_factory=asyncio.current_task)
 
     # The guard sets these before any handler runs; `Rates` sets `rate_headers`.
     is_known: bool = False  # True: the caller may list models
-    key_id: str | None = None  # None if no keys are set
+    key_id: str | None = None
     cache_salt: str = ""  # keeps the cached prompts of different keys apart
-    rate_headers: Callable[[], Iterable[tuple[bytes, bytes]]] = tuple  # the x-ratelimit headers
+    rate_headers: Callable[[], Iterable[tuple[bytes, bytes]]] = tuple
 
     asked: float | None = None  # when the request's time limit began, set by Service.caller
     is_watch: bool = False  # True for the dashboard's samples
-    status: int | None = None  # set when the answer begins
+    status: int | None = None
     error: str | None = None  # code of the error sent to the client
-    cancellation: GatewayError | None = None  # the reason that `cancel` was given
+    cancellation: GatewayError | None = None
 
     def cancel(self, reason: GatewayError) -> None:
         """Cancel the request's task, as if the client had disconnected."""
@@ -95,7 +95,6 @@ class InFlight:
 
     @contextlib.contextmanager
     def track(self, context: RequestContext) -> Iterator[None]:
-        """Count a request as in flight inside the `with` block."""
         number = next(self._numbers)
         self._requests[number] = context
         self._idle.clear()
@@ -108,12 +107,10 @@ class InFlight:
 
     @property
     def requests(self) -> Mapping[int, RequestContext]:
-        """Return the requests in flight by their numbers, the oldest first."""
         return dict(self._requests)
 
     @property
     def errors(self) -> Sequence[dict[str, Any]]:
-        """Return the last errors, the newest first."""
         return tuple(reversed(self._errors))
 
     def note_error(self, context: RequestContext, status: int, seconds: float) -> None:
@@ -153,10 +150,7 @@ class Watchers:
 
     @contextlib.contextmanager
     def place(self, *, is_reserved: bool = False) -> Iterator[None]:
-        """Take a place inside the `with` block; only `is_reserved` may take the last one.
-
-        Raises TooManyWatchers if no place is free.
-        """
+        """Take a place inside the `with` block, or raise TooManyWatchers."""
         # The last place is kept for admins, so that other watchers cannot lock them out.
         watcher_limit = MOST_WATCHERS if is_reserved else MOST_WATCHERS - 1
         if self.count >= watcher_limit:

@@ -231,7 +231,7 @@ class _Limit:
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
-        self._task: asyncio.Task[Any] | None = None  # the task that sends now
+        self._task: asyncio.Task[Any] | None = None
         self._cancelling = 0  # `Task.cancelling()` before the send
         self._due = 0.0  # the deadline on the loop's clock
         self._is_over = False
@@ -273,10 +273,7 @@ class _Limit:
 
 
 class _Reply:
-    """Wraps `send`: adds the headers of every answer, and notes the answer's status.
-
-    Raises ClientDisconnect if the client reads too slowly.
-    """
+    """Adds headers to every answer. Raises ClientDisconnect if the client reads too slowly."""
 
     def __init__(
         self, send: Send, context: RequestContext, send_timeout_s: float, *, is_last: bool

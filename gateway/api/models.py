@@ -209,7 +209,7 @@ async def _frames(service: Service, pull: Pull) -> AsyncGenerator[bytes, None]:
 
 
 async def _watch(service: Service, pull: Pull) -> AsyncGenerator[PullProgress, None]:
-    """Yield the progress of a pull until it succeeds. Raises the pull's error if it fails."""
+    """Yield the progress of a pull until it succeeds."""
     while not pull.task.done():
         if service.in_flight.is_draining:  # the next process resumes from the bytes on disk
             raise ShuttingDown
@@ -270,7 +270,6 @@ async def pin(service: Service, request: Request, *, is_pinned: bool) -> Respons
 
 
 async def reload(service: Service, request: Request) -> Response:
-    """Reload models.yaml and answer with the changes."""
     async with while_connected(request.receive):
         changes = await service.reload()
     return reply({"object": "reload", **changes.by_kind()})

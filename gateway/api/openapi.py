@@ -90,12 +90,12 @@ class Endpoint:
     form: Form | None = None
     answer: Any = None  # type of the answer, if /openapi.json describes it
     texts_error: Any = None  # type of the errors, if they have TEI's format
-    events: Any = None  # type of a stream's events
+    events: Any = None
     content_type: str = "application/json"
     statuses: tuple[int, ...] = (200,)  # status codes of success
-    # Errors in addition to the usual ones; see `all_errors`.
+    # Errors in addition to those that all endpoints have.
     errors: Errors = ()
-    is_open: bool = False
+    is_open: bool = False  # no key is needed
     is_admin: bool = False
     is_page: bool = False  # True: part of the dashboard
     operation: str | None = None  # `gen_ai.operation.name` in traces
@@ -116,7 +116,6 @@ class Endpoint:
 
     @property
     def is_metered(self) -> bool:
-        """Return True if requests count against the caller's rate limits."""
         return RateLimited in self.all_errors and not self.is_admin
 
     @property
@@ -129,7 +128,6 @@ class Endpoint:
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """Return every path that the endpoint is served at."""
         versions = (self.path,) if self.is_bare else (self.bare_path, f"/v1{self.bare_path}")
         return versions if self.also is None else (*versions, self.also)
 
@@ -340,7 +338,6 @@ def _allow_nulls(schema: Schema) -> None:
 
 
 def _pop_constraints(field: Schema) -> Schema:
-    """Remove a field's constraints, but not its annotations, and return them."""
     annotations = ("title", "description", "default")
     return {key: field.pop(key) for key in list(field) if key not in annotations}
 

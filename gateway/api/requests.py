@@ -110,12 +110,10 @@ class Service:
     exposure: Exposure
 
     async def read_body(self, request: Request) -> bytearray:
-        """Read the whole body. Raises as the function `read_body` does."""
         rules, held = self.rules, context_of(request).body
         return await read_body(request, held, rules.max_body_bytes, rules.body_timeout_s)
 
     async def read(self, body: bytearray, shape: type[R]) -> Parsed[R]:
-        """Parse a body and check its fields. Raises as `read_request` does."""
         strict, bounds = self.rules.strict_fields, self.rules.bounds
         parse = partial(read_request, body, shape, strict=strict, bounds=bounds)
         return await self.run_on_body(body, parse)
@@ -128,7 +126,6 @@ class Service:
         return parsed
 
     async def _note(self, request: Request, body: bytearray, asked: WireRequest) -> None:
-        """Record a request in its trace and, if the settings say so, in the log."""
         trace = context_of(request).trace
         if trace is not None:
             trace.note_request(asked)
@@ -149,7 +146,6 @@ class Service:
         self, body: bytearray, work: Callable[[*Ts], T], *args: *Ts, is_large: bool = False
     ) -> T:
         """Run work on a body, on a thread if the body is long or the work `is_large`."""
-        # A thread costs more than work on a small body.
         if len(body) <= LONG_BYTES and not is_large:
             return work(*args)
         kind: Kind = "large bodies" if len(body) > LARGE_BYTES else "bodies"
@@ -235,7 +231,6 @@ class Service:
     def chat_spec(
         self, name: str | None, wanted: str = "chat completions"
     ) -> tuple[Resolved, ChatSpec]:
-        """Return a chat model and its spec, as `find_spec` does."""
         return self.find_spec(name, wanted, ChatSpec)
 
     def find_spec(
@@ -243,8 +238,7 @@ class Service:
     ) -> tuple[Resolved, Any]:
         """Return the named model and its spec; without a name, `_at_hand` chooses.
 
-        Raises BadRequest if the model's kind is not among `kinds`; the message names the use
-        `wanted`.
+        Raises BadRequest if the model's kind is not among `kinds`.
         """
         resolved = self.served.catalog.resolve(name or self._at_hand(*kinds), *kinds)
         if isinstance(resolved.spec, kinds):
@@ -303,7 +297,7 @@ def reply(
 
 
 async def serialize(write: Callable[[], bytes], logprobs: int) -> bytes:
-    """Write an answer, on a thread if many logprobs make it slow."""
+    """Write an answer, on a thread if it has many logprobs."""
     if logprobs <= MANY_LOGPROBS:
         return write()
     return await asyncio.to_thread(write)

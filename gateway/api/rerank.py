@@ -53,7 +53,6 @@ async def _rerank_texts(
 
 
 async def score(service: Service, request: Request) -> Response:
-    """Answer with the score of every pair of texts, in order."""
     with service.arrivals.expect() as arrival:
         body = await service.read_body(request)
         result = await _score(service, request, body, wire.ScoreRequest, arrival)
@@ -67,8 +66,6 @@ async def score(service: Service, request: Request) -> Response:
 
 @dataclass(frozen=True, slots=True)
 class _Result(Generic[R]):
-    """A request, its scores, the model's name, and the headers for the answer."""
-
     request: R
     answer: Reranked
     model: str

@@ -24,7 +24,6 @@ COMMENT = b": keep-alive\n"
 
 
 def frame(data: bytes, name: str = "") -> bytes:
-    """Return one server-sent event."""
     event = b"data: " + data + b"\n\n"
     if name:
         return b"event: " + name.encode() + b"\n" + event
@@ -39,8 +38,7 @@ class EventStream:
     """An ASGI response of server-sent events.
 
     The 200 is sent with the first event, or `open_after_s` after the request was accepted. `prime`
-    raises an earlier error; `write_error` makes an event of a later one. `events` is closed however
-    the answer ends.
+    raises an earlier error; `write_error` turns a later one into an event.
     """
 
     def __init__(
@@ -59,7 +57,7 @@ class EventStream:
         # lease.
         self._buffer: list[bytes] = []
         self._context = context_of(request)
-        self._nbytes = 0  # bytes in the buffer
+        self._nbytes = 0
         self._sent = 0
         self._accepted = asyncio.Event()
         self._changed = asyncio.Event()
@@ -67,9 +65,7 @@ class EventStream:
         self._producer = asyncio.ensure_future(self._produce(events))
 
     async def prime(self, open_after_s: float) -> "EventStream":
-        """Wait for the first event, for at most `open_after_s`. Raises an error before the first
-        event.
-        """
+        """Wait for the first event, for at most `open_after_s` seconds."""
         try:
             await self._until(self._accepted, None)
             await self._until(self._changed, open_after_s)
@@ -120,7 +116,7 @@ class EventStream:
             self._changed.set()
 
     def _hold(self, nbytes: int) -> None:
-        """Count bytes added to the buffer, or taken if below 0. Raises Unavailable without room."""
+        """Count bytes added to the buffer, or taken if below 0."""
         self._nbytes += nbytes
         self._context.unread.count(self._nbytes)
 

@@ -23,7 +23,6 @@ T = TypeVar("T")
 
 
 async def tokenize(service: Service, request: Request) -> Response:
-    """Answer with the token ids of a prompt, or of a conversation in the chat template."""
     body = await service.read_body(request)
     with time_stage(request, Stage.PARSE):
         parsed = await service.take(request, body, wire.TokenizeRequest)
@@ -103,8 +102,6 @@ async def info(service: Service, request: Request) -> Response:
 async def _leased(
     service: Service, request: Request, spec: ChatSpec, asked: WireRequest
 ) -> AsyncIterator[GenerationBatcher]:
-    """Lease a chat model as long as the client is connected."""
-    # An adapter has the tokens of its base model, so only the base is loaded.
     caller = service.caller(request)
     lease = service.lease(spec.base_spec or spec, caller, asked)
     async with while_connected(request.receive), lease as batcher:

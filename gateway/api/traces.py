@@ -52,9 +52,9 @@ _NS = 1_000_000_000
 
 
 class Tracer:
-    """Starts a trace for each request, and sends spans between `open` and `close`.
+    """Starts a trace for each request; the SDK reads its settings from OTEL_* variables.
 
-    The SDK reads its settings from OTEL_* variables. `operations` maps routes to GenAI's names.
+    `operations` maps routes to GenAI's operation names.
     """
 
     def __init__(self, operations: Mapping[str, str], untraced: Collection[str]) -> None:
@@ -152,8 +152,8 @@ class Trace:
 
     @property
     def header(self) -> tuple[bytes, bytes]:
-        """Return the header that tells the client the trace's id."""
-        # `traceresponse` is a draft: https://w3c.github.io/trace-context/#traceresponse-header.
+        # `traceresponse` has the format of `traceparent`, and is a draft:
+        # https://w3c.github.io/trace-context/#traceresponse-header.
         context = self._span.get_span_context()
         span_id = format_span_id(context.span_id)
         value = f"00-{self.trace_id}-{span_id}-{context.trace_flags:02x}"
@@ -175,10 +175,7 @@ class Trace:
         *,
         has_left: bool,
     ) -> None:
-        """End the span and add its children.
-
-        `status` is the status that was sent, and `error` the error's code.
-        """
+        """End the span and add its children; `error` is the code of the error."""
         span, timings = self._span, self._timings
         if not span.is_recording():
             return

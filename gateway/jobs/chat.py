@@ -93,7 +93,7 @@ class Calling:
 class Adapter:
     """A LoRA adapter of a loaded model."""
 
-    number: int  # index among the adapters of the base model
+    number: int
     model: str  # the id that it is served under
     nbytes: int = 0
 

@@ -41,7 +41,7 @@ class LabelStep:
     # Groups of possible next tokens, each with the indices of its labels. The probabilities of a
     # group add up.
     entries: Sequence[tuple[TokenIds, Sequence[int]]]
-    is_first: bool  # True: these are the first tokens of labels
+    is_first: bool  # True: each token is the first of a label
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +74,7 @@ class SequenceParams:
     routing_keys: Sequence[tuple[int, bytes]] = ()  # pairs of a prefix's length and its key
     adapter: Adapter | None = None
     cache_salt: str = ""
-    images: Sequence[ImageSpan] = ()  # images in the order of the prompt
+    images: Sequence[ImageSpan] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ class Pass:
     rows: int = 0
     tokens: int = 0
     padded_tokens: int = 0
-    forced: int = 0  # tokens forced by grammars
+    forced: int = 0
     drafted: int = 0
     accepted: int = 0
     drafter: Drafter | None = None  # the only drafter; None if there were none or several
@@ -159,7 +159,6 @@ class Verdict:
 
     @property
     def forbids_batches(self) -> bool:
-        """Return True if sequences must run one at a time."""
         return False in (self.single, self.rows, self.window, self.images)
 
 
@@ -185,13 +184,13 @@ class StepPlan:
     Unknown ids are ignored.
     """
 
-    kind: Literal["prefill", "decode"] | None = None  # the kind of the pass; None for no pass
+    kind: Literal["prefill", "decode"] | None = None  # None: no pass
     encoding_s: float = math.inf  # seconds after which a prefill pass stops encoding images
     token_budget: int = 0  # about how many padded tokens a prefill pass reads
     leaving: Sequence[int] = ()
     preempting: Sequence[int] = ()  # sequences whose KV is freed, to be prefilled again later
     capped: Sequence[tuple[int, int]] = ()  # ids, each with the most tokens of its answer
-    clear_prefixes: bool = False  # True: empty this model's prefix cache
+    clear_prefixes: bool = False
     prefix_limit: int | None = None  # new limit of the shared prefix memory, in bytes
     drafters: Sequence[Drafter] = DRAFTERS  # drafters whose drafts the next pass may read
     joining: Sequence[tuple[int, SequenceParams]] = ()
