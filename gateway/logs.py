@@ -118,7 +118,6 @@ def _console(_: Any, __: str, event_fields: MutableMapping[str, Any]) -> str:
 
 
 def _take_request(fields: dict[str, Any]) -> Iterator[str]:
-    """Yield the main fields of a request as text, and remove them from `fields`."""
     yield _word(fields.pop("method", ""), 10)
     yield _word(fields.pop("path", ""), FIELD_COLUMNS)
     yield _text(fields.pop("status", ""))

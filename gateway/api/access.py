@@ -84,7 +84,6 @@ def protect(
 
 
 def origin_pattern(origins: Sequence[str]) -> re.Pattern[str]:
-    """Return a pattern for the given origins and those of desktop apps."""
     # `*` alone is any origin, `:*` any port, any other `*` a part of a host.
     patterns = [APP_ORIGINS]
     for origin in origins:

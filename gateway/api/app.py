@@ -65,7 +65,6 @@ def create_app(
 
 
 def _refusal(error: HTTPException, method: str, path: str) -> GatewayError:
-    """Translate an error of Starlette's router into OpenAI's form."""
     if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
         allow = (error.headers or {}).get("Allow", "")
         return MethodNotAllowed(f"Not allowed to {method} on {shorten(path)}.", allow)
@@ -73,7 +72,6 @@ def _refusal(error: HTTPException, method: str, path: str) -> GatewayError:
 
 
 def _hint(path: str) -> str:
-    """Return a hint if a path resembles an endpoint, or is an endpoint of OpenAI's alone."""
     steps = [step for step in path.split("/") if step]
     while steps[:2] == ["v1", "v1"]:
         del steps[0]

@@ -17,7 +17,8 @@ from gateway.errors import (
 )
 
 SMALL_BYTES = 1024 * 1024  # answers up to this size are never refused
-UNCOUNTED_BYTES = 64 * 1024  # bytes of each body that are not counted
+# Bytes of each body that are not counted, so that small requests always fit.
+UNCOUNTED_BYTES = 64 * 1024
 # A body above the limit is read and discarded up to this multiple of the limit: if the connection
 # closed while the client still sends, the client would not see the 413.
 DISCARD_FACTOR = 4
@@ -62,7 +63,6 @@ class Body:
 
 
 def check_head(scope: Scope, max_bytes: int) -> None:
-    """Raise HeadTooLarge if path, query and headers together exceed the limit."""
     size = sum(map(len, chain.from_iterable(scope["headers"])))
     if size + len(scope["path"]) + len(scope["query_string"]) > max_bytes:
         raise HeadTooLarge(f"The path, query and headers are larger than {max_bytes} bytes.")
@@ -115,7 +115,6 @@ def _refuse_encoding(request: Request) -> GatewayError | None:
 
 
 def _refuse_size(held: Body, size: int, max_bytes: int) -> GatewayError | None:
-    """Count the bytes of a growing body; return an error if it is too large."""
     try:
         if size > max_bytes:
             raise _too_large(max_bytes)

@@ -73,10 +73,7 @@ def _read(name: str) -> bytes:
 
 
 async def samples(service: Service, request: Request, *, is_admin: bool) -> ASGIApp:
-    """Stream a line of JSON each second until the client disconnects.
-
-    An admin's samples also list the requests in flight and the last errors.
-    """
+    """Stream a line of JSON each second until the client disconnects."""
     # Admins have a place of their own, so nobody can lock them out.
     is_reserved = is_admin or not service.exposure.has_admin
 

@@ -50,7 +50,6 @@ async def embed(service: Service, request: Request) -> Response:
 
 
 async def info(service: Service, request: Request) -> Response:
-    """Describe the model that answers /embed, in TEI's format."""
     _, spec = service.find_spec(None, "embeddings", EmbeddingSpec)
     model = service.models.model(spec)
     limit = model.engine.max_tokens if isinstance(model, EmbeddingBatcher) else None

@@ -56,8 +56,6 @@ class _Run:
 
 @dataclass(slots=True)
 class _Attempt:
-    """A whole answer: each choice's deltas, and whether the choice fits its schema."""
-
     choices: list[list[Delta]]
     usage: Usage
     fits: list[Fit | None]
@@ -136,7 +134,6 @@ class Exchange:
         return _Attempt(choices, usage, fits, run.checker.unenforced)
 
     async def _frames(self) -> AsyncGenerator[bytes, None]:
-        """Yield ACCEPTED, then the frames of events."""
         writer = self.writer
         has_begun = False
         async with self._run(self.jobs) as run:
@@ -251,7 +248,7 @@ def thinking_budgets(spec: ChatSpec) -> dict[str, int]:
 
 
 def _count_parts(job: GenerateJob, answer: _Attempt) -> int:
-    """Count deltas and logprobs, to estimate how long writing the answer takes."""
+    """Count deltas and logprobs, which decide how long it takes to write the answer."""
     deltas = sum(map(len, answer.choices))
     if job.logprobs is None:
         return deltas
@@ -289,7 +286,6 @@ def _verdict_json(fit: Fit | None, unenforced: Sequence[str]) -> SchemaVerdict |
 
 
 def _answer_headers(checker: AnswerChecker, params: SequenceParams) -> dict[str, str]:
-    """Return the headers that tell which parts of a request have no full effect."""
     headers = named_header("x-gateway-unenforced", checker.unenforced)
     if params.calls_are_text:
         headers["x-gateway-tool-format"] = "unknown"
@@ -304,7 +300,6 @@ def _answer_headers(checker: AnswerChecker, params: SequenceParams) -> dict[str,
 
 
 def _schema_valid_header(answer: _Attempt) -> dict[str, str]:
-    """Return the header that tells whether all choices fit their schema."""
     verdicts = [fit.is_valid for fit in answer.fits if fit is not None]
     if not verdicts or (all(verdicts) and not answer.unenforced):
         return {}

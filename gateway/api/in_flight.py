@@ -61,7 +61,7 @@ class RequestContext:
     asked: float | None = None  # when the request's time limit began, set by Service.caller
     is_watch: bool = False  # True for the dashboard's samples
     status: int | None = None
-    error: str | None = None  # code of the error sent to the client
+    error: str | None = None  # code of the error that was sent to the client
     cancellation: GatewayError | None = None
 
     def cancel(self, reason: GatewayError) -> None:

@@ -66,7 +66,6 @@ class ErrorResponse(Response):
         self._error, self._context = error, context
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # The list of last errors and the trace read the code.
         self._context.error = self._error.code or self._error.type
         await super().__call__(scope, receive, send)
 
@@ -233,7 +232,7 @@ class _Limit:
         self._timer: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[Any] | None = None
         self._cancelling = 0  # `Task.cancelling()` before the send
-        self._due = 0.0  # the deadline on the loop's clock
+        self._due = 0.0  # deadline on the loop's clock
         self._is_over = False
 
     def of(self, seconds: float) -> "_Limit":
@@ -305,7 +304,7 @@ class _Reply:
         request_id = context.request_id.encode()
         yield b"x-request-id", request_id
         yield b"server-timing", server_timing(context.timings).encode()
-        if context.is_anthropic:  # Anthropic's name of the header
+        if context.is_anthropic:
             yield b"request-id", request_id
         if context.trace is not None:
             yield context.trace.header

@@ -140,7 +140,6 @@ def describe_model(service: Service, resolved: Resolved) -> Model:
 
 
 def _modalities(service: Service, spec: ModelSpec) -> Sequence[str] | None:
-    """Return the kinds of a model's inputs; None if its files are not on this disk."""
     inputs = service.inputs.of(spec)
     if inputs is None or not isinstance(spec, ChatSpec):
         return inputs and inputs.modalities
@@ -148,7 +147,6 @@ def _modalities(service: Service, spec: ModelSpec) -> Sequence[str] | None:
 
 
 def _max_tokens(service: Service, spec: ModelSpec) -> int | None:
-    """Return the most tokens of an input; an adapter has the value of its base model."""
     inputs = service.inputs.of(spec)
     if isinstance(spec, ChatSpec):
         spec = spec.base_spec or spec

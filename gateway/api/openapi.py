@@ -92,7 +92,7 @@ class Endpoint:
     texts_error: Any = None  # type of the errors, if they have TEI's format
     events: Any = None
     content_type: str = "application/json"
-    statuses: tuple[int, ...] = (200,)  # status codes of success
+    statuses: tuple[int, ...] = (200,)
     # Errors in addition to those that all endpoints have.
     errors: Errors = ()
     is_open: bool = False  # no key is needed
@@ -102,7 +102,6 @@ class Endpoint:
     is_traced: bool = True  # False: monitors poll the endpoint, and traces would be noise
 
     def is_served(self, exposure: Exposure) -> bool:
-        """Return True if the settings turn the endpoint on."""
         is_allowed = exposure.has_admin or not self.is_admin
         return is_allowed and (exposure.has_dashboard or not self.is_page)
 
@@ -303,7 +302,7 @@ def schemas(
 ) -> Schemas:
     """Return the schemas of requests, answers and the types inside them, by type name.
 
-    `names` are the models' names by kind. If `strict`, the schemas forbid unknown fields.
+    `names` are the models' names by kind.
     """
     request_schemas = _schemas_of(requests)
     for schema in request_schemas.values():
@@ -343,7 +342,6 @@ def _pop_constraints(field: Schema) -> Schema:
 
 
 def _unserved(request: type[WireRequest]) -> Iterator[tuple[str, Schema]]:
-    """Yield the fields that are refused or have no effect, each with its schema."""
     for name in sorted(request.harmless):
         yield name, {"description": "Accepted, without effect.", "maxLength": NAME_CHARS}
     for name, reason in request.refused.items():

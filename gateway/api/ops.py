@@ -44,14 +44,12 @@ async def index(service: Service, request: Request) -> Response:
 
 
 async def health(service: Service, request: Request) -> Response:
-    """Answer 200 while the lane's thread makes progress, 503 if it is stuck or has died."""
     status = service.health()
     body: Health = {"status": status}
     return reply(body, 200 if status == "ok" else 503)
 
 
 async def ready(service: Service, request: Request) -> Response:
-    """Answer 200 while all preloaded models are loaded and the gateway accepts requests."""
     status = service.readiness()
     body: Ready = {"status": status}
     if context_of(request).is_known:

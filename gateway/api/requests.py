@@ -135,7 +135,6 @@ class Service:
             )
 
     async def _admit(self, request: Request, asked: WireRequest) -> None:
-        """Begin to download the requested model if the hub has it and it is not served yet."""
         name = getattr(asked, "model", None)
         if name is not None and self.named.is_new(name):
             caller = self.caller(request)

@@ -33,7 +33,7 @@ from gateway.wire.tools import unpack
 
 log = logs.get("responses")
 
-MAX_JSON_BYTES = 6  # length of the longest JSON escape of one character
+MAX_JSON_BYTES = 6  # the longest JSON escape of one character
 
 
 async def answer(service: Service, request: Request) -> ASGIApp:
@@ -65,7 +65,6 @@ async def delete(service: Service, request: Request) -> Response:
 
 
 async def list_items(service: Service, request: Request) -> Response:
-    """Answer with a page of the conversation that a stored response answers."""
     context = [
         DumpedItem(item.id, item.body, [image.text for image in item.images])
         for item in _find_stored(service, request).context
@@ -88,7 +87,6 @@ def _find_stored(service: Service, request: Request) -> StoredResponse:
 
 
 def _find(service: Service, owner: str | None, response_id: str, param: str) -> StoredResponse:
-    """Return a response of this owner. Raises ResponseNotFound."""
     stored = service.responses.find(owner, response_id)
     if stored is not None:
         return stored
@@ -168,8 +166,6 @@ def _exchange(service: Service, request: Request, wire_request: wire.ResponsesRe
 def _conversation(
     service: Service, wire_request: wire.ResponsesRequest, caller: Caller
 ) -> tuple[Sequence[StoredItem], Sequence[AnyItem]]:
-    """Return the previous response's items, and the request's items with references resolved."""
-
     max_bytes = service.rules.max_input_chars * MAX_JSON_BYTES
     nbytes = 0
 

@@ -44,7 +44,7 @@ log = logs.get("traces")
 # https://github.com/open-telemetry/semantic-conventions-genai.
 PROVIDER = "mlx_gateway"  # a custom value, since the conventions have none for MLX
 CLIENT_DISCONNECTED = "client_disconnected"
-QUIET_S = 60.0  # seconds between two warnings from the same line
+QUIET_S = 60.0
 METHODS = frozenset(
     {"CONNECT", "DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT", "QUERY", "TRACE"}
 )
@@ -199,7 +199,6 @@ class Trace:
         if operation is not None:
             span.set_attributes(_gen_ai_attributes(operation, timings))
         self._add_stages(ended_ns, error)
-        # Without a collector, the span's queue fills and drops the oldest spans.
         span.end(ended_ns)
 
     def _add_stages(self, ended_ns: int, error: str | None) -> None:

@@ -14,7 +14,7 @@ FinishReason: TypeAlias = Literal["stop", "length", "tool_calls"]
 class Sampling:
     """How the next token is chosen; fields that OpenAI lacks follow vLLM."""
 
-    temperature: float = 1.0  # 0 is greedy
+    temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0  # 0 means all
     min_p: float = 0.0
@@ -55,7 +55,6 @@ class Grammar:
     source: str  # canonical text, so that equal grammars compile once
     # True: a schema is refused unless it can be enforced whole. False: the answer is checked.
     strict: bool = False
-    # The caller's schemas in a grammar of calls.
     schemas: tuple[SchemaRule, ...] = ()
     # True: an answer that violates the schema is an error, as with `strict`.
     must_fit: bool = False
@@ -145,7 +144,7 @@ class Usage:
     cached_tokens: int = 0  # prompt tokens from the prefix cache
     reasoning_tokens: int = 0
     kept_tokens: int = 0  # prompt tokens added to the prefix cache
-    image_tokens: int = 0  # prompt tokens that stand for images
+    image_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,9 +193,12 @@ class CallDelta:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """The next part of a choice; the last part has a `finish_reason` or an `error`."""
+    """The next part of a choice.
 
-    index: int  # index of the choice in its job
+    The first delta counts the prompt's tokens; the last one has a `finish_reason` or an `error`.
+    """
+
+    index: int
     text: str = ""
     tokens: int = 0
     finish_reason: FinishReason | None = None
@@ -204,12 +206,12 @@ class Delta:
     call: CallDelta | None = None
     logprobs: Sequence[TokenLogprob] = ()
     reasoning_tokens: int = 0
-    cached_tokens: int = 0  # set in the first delta
-    kept_tokens: int = 0  # set in the first delta
-    unkept_tokens: int = 0  # set in the first delta: prompt tokens without room in the prefix cache
-    stop: str | None = None  # set in the last delta: the stop string that ended the answer
-    prompt: EchoedPrompt | None = None  # set in the first delta
-    judgement: Judgement | None = None  # set in the only delta of a LabelStep
+    cached_tokens: int = 0
+    kept_tokens: int = 0
+    unkept_tokens: int = 0  # prompt tokens without room in the prefix cache
+    stop: str | None = None  # the stop string that ended the answer
+    prompt: EchoedPrompt | None = None
+    judgement: Judgement | None = None  # the result of a LabelStep
     id: int = 0
     error: str | None = None
     is_out_of_memory: bool = False

@@ -15,7 +15,7 @@ class EmbedJob:
     token_rows: Sequence[TokenIds] = ()
     # True: inputs that are too long are cut. False: they are refused.
     truncate: bool = False
-    # The size to shorten the vectors of a Matryoshka model to.
+    # A Matryoshka model's vectors are shortened to this size.
     dimensions: int | None = None
     prompt_name: str | None = None
 

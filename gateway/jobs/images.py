@@ -23,7 +23,7 @@ class ImageInput:
 class ImageSpan:
     """An image in a prompt, as a range of tokens and as pixels."""
 
-    start: int  # index of the image's first token
+    start: int
     end: int
     key: bytes  # digest of the pixels
     grid: tuple[int, int]  # rows and columns, in patches

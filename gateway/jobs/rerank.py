@@ -35,9 +35,9 @@ class RerankJob:
     truncate: bool = True
     # True: scores are the model's raw values. False: they are between 0 and 1.
     is_raw: bool = False
-    # The prompt of an embedding model that has no prompts for queries and documents.
+    # The prompt to use if an embedding model names none for queries or documents.
     prompt_name: str | None = None
-    instruction: str | None = None  # used by models whose prompt has one
+    instruction: str | None = None  # used only by models that take an instruction
 
 
 @dataclass(frozen=True, slots=True)

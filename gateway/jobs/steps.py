@@ -20,13 +20,12 @@ Verified: TypeAlias = Literal["transformers", "mlx-lm", "no"]
 class PrefixPiece:
     """Consecutive blocks of a prompt that one prefix file holds."""
 
-    salt: str  # cache salt of the callers who may use the piece
+    salt: str
     own: TokenIds
     before: "PrefixPiece | None" = None
 
     @property
     def tokens(self) -> list[int]:
-        """Return the prompt's tokens up to the end of this piece."""
         pieces = [self]
         while pieces[-1].before is not None:
             pieces.append(pieces[-1].before)
@@ -41,7 +40,7 @@ class LabelStep:
     # Groups of possible next tokens, each with the indices of its labels. The probabilities of a
     # group add up.
     entries: Sequence[tuple[TokenIds, Sequence[int]]]
-    is_first: bool  # True: each token is the first of a label
+    is_first: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,11 +167,11 @@ class EngineFacts:
 
     max_context: int  # the most tokens of a prompt and its answer together
     kv_cost: KvCost = _ZERO
-    self_test_tokens: int = 0  # tokens of the self-test's longest sequence
+    self_test_tokens: int = 0
     unread_formats: Sequence[str] = ()  # settings of formats that don't fit the chat template
     notes: Sequence[str] = ()  # sentences about parts of the model's files that are ignored
     verified: Verified = "no"
-    images: ImageCost | None = None  # None for a model that reads only text
+    images: ImageCost | None = None
     is_timed_when_idle: bool = True  # False on a CPU, where larger batches are always faster
 
 

@@ -32,7 +32,6 @@ ACCEPTED: Final = 16
 
 
 def most_connections() -> int:
-    """Return how many connections may be open."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         return 1 << 30
@@ -140,7 +139,6 @@ class Connection(TCPServer):
 
     @property
     def is_receiving(self) -> bool:
-        """Return True while the body of the current request is arriving."""
         protocol = self.protocol.protocol
         return isinstance(protocol, Http1) and protocol.connection.their_state is h11.SEND_BODY
 

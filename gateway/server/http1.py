@@ -167,7 +167,6 @@ class Http1(H11Protocol):
             await asyncio.sleep(0)
 
     def _is_clear(self, data: bytes) -> bool:
-        """Return True if the head received so far has no bare LF and no folded line."""
         seen, start = self._tail + data, len(self._tail)
         end = seen.find(b"\r\n\r\n")
         self._tail = seen[-3:] if end < 0 else b""
@@ -225,7 +224,6 @@ class Http1(H11Protocol):
             await self._take(ahead)
 
     async def _send_error_response(self, status_code: int) -> None:
-        """Answer an error of h11 with JSON."""
         if status_code == HeadTooLarge.status:
             await self._answer(HeadTooLarge("The path, query and headers are too large."))
         else:

@@ -103,7 +103,6 @@ Secrets = Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_split)]
 
 
 def variable(name: str) -> str:
-    """Return the name of a setting's environment variable."""
     return f"{PREFIX}{name.upper()}"
 
 
@@ -445,7 +444,6 @@ class Settings(BaseSettings):
 
     @property
     def binds(self) -> tuple[str, ...]:
-        """Return the addresses to listen on, each with a port."""
         return tuple(with_port(bind, self.port) for bind in self.bind or (self.host,))
 
     @property

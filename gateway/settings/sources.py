@@ -66,7 +66,6 @@ def _dotenv(env_file: Path | None) -> dict[str, str]:
 
 
 def _lines(error: ValidationError, given: Mapping[str, Any], env_file: Path | None) -> list[str]:
-    """Return a line for each wrong value."""
     lines = []
     for details in error.errors(include_url=False):
         message = details["msg"].removeprefix("Input ").removeprefix("Value error, ")
@@ -179,7 +178,6 @@ def _nearest(name: str, valid: Collection[str]) -> str | None:
 
 
 def in_words(value: object) -> str:
-    """Return a value as it would be written in the environment."""
     match value:
         case None:
             return ""
