@@ -4,7 +4,7 @@ import secrets
 from typing import Final
 
 NAME_CHARS: Final = 8
-# The name of this process in ids: a router finds there which process stores an object.
+# The name of this process in ids, which tells a router where an object is stored.
 OWN_NAME: Final = secrets.token_hex(NAME_CHARS // 2)
 
 

@@ -234,7 +234,7 @@ class _Readings(Collector):
 
 @contextmanager
 def register(read: Callable[[], Iterable[Reading]]) -> Iterator[None]:
-    """Call `read` for more readings at each scrape, until exit."""
+    """Add the readings of `read` to each scrape, until exit."""
     collector = _Readings(read)
     REGISTRY.register(collector)
     try:

@@ -93,8 +93,8 @@ def origin_pattern(origins: Sequence[str]) -> re.Pattern[str]:
 
 
 class Guard:
-    """Admits requests with an API key or, if no keys are set, requests that no foreign page can
-    send.
+    """Admits requests with an API key. Without keys, admits requests that no page of another site
+    can send.
     """
 
     def __init__(
@@ -154,8 +154,8 @@ class Guard:
         # If every origin is allowed, an absent Origin matches too.
         if self._origins.fullmatch(origin):
             return
-        # The dashboard sends the gateway's own origin, which proves nothing if any host is allowed:
-        # then Host may come from DNS rebinding.
+        # The dashboard sends the gateway's own origin; if any host is allowed, DNS rebinding could
+        # fake that origin.
         is_own = is_known and origin.lower() == f"{scope['scheme']}://{host}"
         if b"origin" in headers and not is_own:
             raise Forbidden(f"The origin `{shorten(origin)}` is not in GATEWAY_CORS_ORIGINS.")

@@ -143,7 +143,7 @@ class Exchange:
                 usage = _add_usage(usage, update)
                 if isinstance(update, Usage):
                     continue
-                # The first delta has the number of cached prompt tokens.
+                # `begin` needs the number of cached tokens, which the first delta has.
                 if not has_begun:
                     has_begun = True
                     for event in writer.begin(usage):
@@ -214,7 +214,7 @@ async def read_exchange(
 def without_images(
     service: Service, request: Request, spec: ChatSpec, turns: Sequence[P]
 ) -> tuple[Sequence[P], dict[str, str]]:
-    """Leave out images if the model reads none and the caller allows it; count them in a header."""
+    """Return the conversation, without images if the model reads none and the caller allows it."""
     name = "x-gateway-leave-out-images"
     given = context_of(request).headers.get(name.encode())
     choices = {None: service.rules.leave_out_images, b"true": True, b"false": False}

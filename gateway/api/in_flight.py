@@ -59,7 +59,7 @@ class RequestContext:
     rate_headers: Callable[[], Iterable[tuple[bytes, bytes]]] = tuple
 
     asked: float | None = None  # when the request's time limit began, set by Service.caller
-    is_watch: bool = False  # True for the dashboard's samples
+    is_watch: bool = False  # True: the request is for the dashboard's samples
     status: int | None = None
     error: str | None = None  # code of the error that was sent to the client
     cancellation: GatewayError | None = None

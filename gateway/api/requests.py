@@ -119,7 +119,9 @@ class Service:
         return await self.run_on_body(body, parse)
 
     async def take(self, request: Request, body: bytearray, shape: type[R]) -> Parsed[R]:
-        """Read a request to a model, record it, and begin to download a model that is not here."""
+        """Read and record a request, and begin to download its model if the model is not served
+        yet.
+        """
         parsed = await self.read(body, shape)
         await self._note(request, body, parsed.request)
         await self._admit(request, parsed.request)
@@ -181,7 +183,7 @@ class Service:
         return min(seconds, limit)
 
     def knows_images(self, name: str | None) -> bool:
-        """Return False if a chat model's files must be read to know whether it reads images."""
+        """Return False if a look at the files must tell whether a chat model reads images."""
         with contextlib.suppress(GatewayError):
             _, spec = self.chat_spec(name)
             is_loaded = self.models.model(spec.base_spec or spec) is not None

@@ -38,9 +38,9 @@ from gateway.wire.validation import Request as WireRequest
 
 log = logs.get("traces")
 
-# Attribute names: HTTP conventions 1.41.1
-# (https://github.com/open-telemetry/semantic-conventions/blob/v1.41.1/docs/http/http-spans.md), and
-# docs/gen-ai/gen-ai-spans.md at commit 002c8a6 of
+# The attribute names are from the HTTP conventions 1.41.1
+# (https://github.com/open-telemetry/semantic-conventions/blob/v1.41.1/docs/http/http-spans.md) and
+# from docs/gen-ai/gen-ai-spans.md at commit 002c8a6 of
 # https://github.com/open-telemetry/semantic-conventions-genai.
 PROVIDER = "mlx_gateway"  # a custom value, since the conventions have none for MLX
 CLIENT_DISCONNECTED = "client_disconnected"

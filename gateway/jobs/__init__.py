@@ -35,7 +35,7 @@ class Tier(StrEnum):
 class RoutingKeys:
     """A router's keys for beginnings of a conversation, the shortest first.
 
-    Their lengths are multiples of the shortest length.
+    The lengths of the beginnings are multiples of the shortest length.
     """
 
     keys: Sequence[bytes] = ()

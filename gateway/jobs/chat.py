@@ -39,7 +39,7 @@ class SchemaRule:
     """A JSON Schema within a grammar of calls, and the `rule` that enforces it."""
 
     rule: str
-    function: str  # the function that takes the schema; empty for an answer without a call
+    function: str  # the function whose arguments the schema describes; empty for a plain answer
     schema: str
     strict: bool
 

@@ -41,7 +41,8 @@ def most_connections() -> int:
 class Listener(socket.socket):
     """A listening socket with a queue of BACKLOG places in the kernel.
 
-    asyncio accepts as many connections at once as its backlog says, so it is given a smaller one.
+    asyncio accepts as many connections at once as its backlog says, so asyncio gets a smaller
+    backlog.
     """
 
     def listen(self, backlog: int = BACKLOG) -> None:
@@ -104,8 +105,8 @@ class Crowd:
 class Connection(TCPServer):
     """A connection that is closed as soon as its client has disconnected or stopped reading."""
 
-    # Hypercorn keeps a connection that its client has closed until the keep-alive time is over, and
-    # a connection whose client stops reading forever.
+    # Hypercorn keeps a closed connection until the keep-alive time is over. If a client stops
+    # reading, Hypercorn keeps the connection forever.
     last_bytes_s = 30.0  # seconds for the client to read the last bytes at closing
     tls: ssl.SSLContext | None = None
     crowd = Crowd()
@@ -167,10 +168,7 @@ class Connection(TCPServer):
 
 
 def make_exception_handler() -> Callable[[asyncio.AbstractEventLoop, dict[str, Any]], None]:
-    """Return a loop's exception handler that rarely logs a lack of descriptors.
-
-    asyncio would log it for every place of the backlog.
-    """
+    """Return a loop's exception handler that logs a lack of descriptors once in ACCEPT_LOG_S."""
     last = -math.inf
 
     def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

@@ -53,7 +53,7 @@ class Stream(HTTPStream):
         else:
             await super().handle(event)
         if isinstance(event, StreamClosed) and not self._is_whole:
-            self._unread.clear()  # the app may still read a complete body
+            self._unread.clear()  # a complete body is kept for the app
         self._update_events()
 
     async def wait_for_room(self) -> None:
@@ -130,7 +130,7 @@ class Http1(H11Protocol):
 
     async def handle(self, event: Event) -> None:
         if not isinstance(event, RawData):
-            if isinstance(event, Closed):  # nobody waits for the responses
+            if isinstance(event, Closed):  # nobody waits for further responses
                 self._is_over = True
                 self._ahead.clear()
             await super().handle(event)
@@ -173,7 +173,7 @@ class Http1(H11Protocol):
         return _UNCLEAR.search(seen, start, len(seen) if end < 0 else end) is None
 
     def _check_body_end(self, data: bytes) -> None:
-        """Close the connection after this request if a proxy might see its body end elsewhere."""
+        """Close the connection after this request if a proxy might see the body end elsewhere."""
         is_whole = self.connection.their_state is h11.DONE
         if is_whole:
             rest, _ = self.connection.trailing_data

@@ -342,8 +342,8 @@ class Settings(BaseSettings):
     # ── Limits of requests, deadlines, stalls ─────────────────────────────────────────────────────
 
     # Parsing a body of this size holds up all other requests for 0.06 to 1 second on a slow core.
-    # It has room for a base64 image, a million escaped characters, or OpenAI's largest embeddings
-    # request.
+    # The default has room for a base64 image, a million escaped characters, or OpenAI's largest
+    # embeddings request.
     max_body_bytes: int = Field(default=32 * 1024 * 1024, ge=1024, le=2**31)
     """Largest request body; beyond it, 413."""
     max_bodies_bytes: int = Field(default=256 * 1024 * 1024, ge=1024)
@@ -456,5 +456,5 @@ class Settings(BaseSettings):
 
     @property
     def read_header_bytes(self) -> int:
-        """Return Hypercorn's own limit: it must be larger, since its 431 has no JSON body."""
+        """Return Hypercorn's own limit, above the gateway's because Hypercorn's 431 has no JSON."""
         return 4 * self.max_header_bytes

@@ -158,7 +158,7 @@ def strays(known: Collection[str] = (), env_file: Path | None = ENV_FILE) -> lis
 
 
 def _nearest(name: str, valid: Collection[str]) -> str | None:
-    """Return the likely meant name: without a typo, with a missing word, or the most similar."""
+    """Return the valid name that is probably meant, such as the name without a typo."""
     typos = difflib.get_close_matches(name, valid, n=1, cutoff=0.95)
     if typos:
         return typos[0]
