@@ -25,7 +25,7 @@ from gateway.clock import Timings
 from gateway.errors import RequestCancelled, RequestNotFound
 from gateway.registry import Resolved
 
-# The page contains no data and needs no key; samples need one.
+# The page contains no data, so it needs no key; samples need a key.
 PAGE = "dashboard.html"
 FILES = {
     PAGE: "text/html",
@@ -74,7 +74,7 @@ def _read(name: str) -> bytes:
 
 async def samples(service: Service, request: Request, *, is_admin: bool) -> ASGIApp:
     """Stream a line of JSON each second until the client disconnects."""
-    # Admins have a place of their own, so nobody can lock them out.
+    # The last place is kept for admins, so that other watchers cannot lock them out.
     is_reserved = is_admin or not service.exposure.has_admin
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:

@@ -93,7 +93,7 @@ class Endpoint:
     events: Any = None
     content_type: str = "application/json"
     statuses: tuple[int, ...] = (200,)
-    # Errors in addition to those that all endpoints have.
+    # Errors beside the usual ones, which `all_errors` adds.
     errors: Errors = ()
     is_open: bool = False  # no key is needed
     is_admin: bool = False

@@ -183,7 +183,7 @@ class Service:
         return min(seconds, limit)
 
     def knows_images(self, name: str | None) -> bool:
-        """Return False if a look at the files must tell whether a chat model reads images."""
+        """Return False if only a look at the files can tell whether a chat model reads images."""
         with contextlib.suppress(GatewayError):
             _, spec = self.chat_spec(name)
             is_loaded = self.models.model(spec.base_spec or spec) is not None

@@ -1,6 +1,6 @@
 """Traces of requests, sent by OTLP/HTTP: a span for each request and each of its stages.
 
-Spans contain no prompt, answer, tool or stop string.
+This module needs the extra `otel`. Spans contain no prompt, answer, tool or stop string.
 """
 
 import logging
