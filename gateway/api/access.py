@@ -66,7 +66,7 @@ def protect(
     tracer: "Tracer | None" = None,
 ) -> ASGIApp:
     """Wrap an app in request ids, JSON errors, CORS, API keys and rate limits."""
-    # CORS is outside of the errors: without its headers, a browser hides even a 401 from its page.
+    # CORS wraps the errors: without CORS headers, a browser hides even a 401 from its page.
     origins = origin_pattern(rules.origins)
     if not rules.allowance.is_unlimited:
         app = Rates(app, Accounts(rules.allowance), metered_paths)

@@ -25,7 +25,7 @@ from gateway.serving.models.pulls import Pull
 from gateway.wire.anthropic import AnthropicModel, AnthropicModels, model_info, model_page
 from gateway.wire.pulls import PullProgress, PullRequest
 
-PULL_PERIOD_S = 1.0  # seconds between two events of a pull
+PULL_PERIOD_S = 1.0
 STATES = ["unloaded", "loading", "loaded", "failed"]
 
 

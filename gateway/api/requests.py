@@ -119,9 +119,7 @@ class Service:
         return await self.run_on_body(body, parse)
 
     async def take(self, request: Request, body: bytearray, shape: type[R]) -> Parsed[R]:
-        """Read and record a request, and begin to download its model if the model is not served
-        yet.
-        """
+        """Read and record a request; begin to download a model that is not served yet."""
         parsed = await self.read(body, shape)
         await self._note(request, body, parsed.request)
         await self._admit(request, parsed.request)
@@ -263,7 +261,6 @@ class Service:
 
 @contextlib.contextmanager
 def time_stage(request: Request, stage: Stage) -> Iterator[None]:
-    """Add the duration of the `with` block to a stage of the request."""
     started = clock.now()
     yield
     context_of(request).timings.add(stage, started)

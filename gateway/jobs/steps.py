@@ -67,7 +67,7 @@ class SequenceParams:
     is_continued: bool = False  # the prompt ends with the beginning of the answer
     is_thinking: bool = False  # the prompt ends inside a block of thinking
     may_think: bool = False  # the model may think before its answer
-    opening: str = ""  # the header at the prompt's end, if answers are messages on channels
+    opening: str = ""  # the message header at the prompt's end
     thinking_budget: int | None = None  # also None if the model's thinking cannot be ended
     step: LabelStep | None = None  # labels to judge after the prompt, instead of sampling
     routing_keys: Sequence[tuple[int, bytes]] = ()  # pairs of a prefix's length and its key
@@ -105,7 +105,7 @@ class KvCost:
         return self.constant + self.token * tokens + in_windows
 
     def __bool__(self) -> bool:
-        return self.token > 0 or self != _ZERO  # the first is the faster test
+        return self.token > 0 or self != _ZERO
 
 
 _ZERO = KvCost()
@@ -132,7 +132,7 @@ class Pass:
     drafter: Drafter | None = None  # the only drafter; None if there were none or several
     is_encoding: bool = False  # True: the pass encodes images and reads no tokens
     encoded: int = 0
-    recalled: int = 0  # images whose features were kept from earlier
+    recalled: int = 0  # images whose features were kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +168,7 @@ class EngineFacts:
     max_context: int  # the most tokens of a prompt and its answer together
     kv_cost: KvCost = _ZERO
     self_test_tokens: int = 0
-    unread_formats: Sequence[str] = ()  # settings of formats that don't fit the chat template
+    unread_formats: Sequence[str] = ()  # format settings that do not fit the chat template
     notes: Sequence[str] = ()  # sentences about parts of the model's files that are ignored
     verified: Verified = "no"
     images: ImageCost | None = None
@@ -204,7 +204,7 @@ class StepResult:
 
     deltas: Sequence[Delta] = ()
     size: Pass = Pass()
-    faults: Sequence[PassFault] = ()  # errors that the pass raised; they change no answer
+    faults: Sequence[PassFault] = ()  # errors of the pass that change no answer
     reading: frozenset[int] = frozenset()  # sequences with prompt left to read
     decoding: int = 0
     prefix_bytes: int = 0  # bytes in the prefix caches of all models that share a limit
