@@ -1,7 +1,5 @@
 """mlx-gateway: the OpenAI-compatible gateway for MLX models.
 
-In one line: api speaks HTTP, serving schedules the work, engine computes.
-
 The packages, from the top layer down. A package imports only from layers below its own; wire and
 engine, which share a layer, do not import each other:
 
@@ -24,22 +22,15 @@ engine, which share a layer, do not import each other:
     metrics, logs      Prometheus metrics; structured log events
     clock              the monotonic clock, and the time that a request spends in each stage
 
-An embeddings request: api/middleware gives it an id and timings. api/embeddings parses its body
-with wire/embeddings into an EmbedJob. serving/models/cache leases the model, and may evict idle
-models for it. serving/embedding/batcher tokenizes the inputs and row_batcher queues them. When
-row_batcher gets the lane (serving/lane), it takes inputs from every waiting request in turn until
-the batch is full (embedding/policy), and engine/embedding/engine runs the passes. Each request gets
-its vectors, which return through the same modules. A rerank request takes the same way, through
-serving/embedding/reranker and engine/embedding/cross_encoder or label_scorer; an embedding model
-scores with the cosine of its vectors.
+An embeddings request: api/embeddings parses the body into an EmbedJob, and serving/models/cache
+leases the model. serving/embedding/row_batcher queues the inputs, and fills a batch from all
+waiting requests when it gets the lane. engine/embedding/engine computes the vectors.
 
-A chat request takes the same way through api/chat and wire/chat. engine/generation/prepare makes
-its sequences, and serving/generation/scheduler lets them join the batch when there is memory for
-their KV. Prefill and decode take separate turns of the lane. In each turn the scheduler makes a
-StepPlan, using generation/policy, and engine/generation/engine carries it out: either sequences
-join and a chunk of their prompts is read (prefill), or sequences leave and each remaining one gets
-a token (decode_batch). The deltas in the StepResult travel up one async generator to api/exchange.
-When that generator is closed, for any reason, the sequence leaves the batch.
+A chat request: api/chat parses the body into a GenerateJob. serving/generation/scheduler makes a
+StepPlan for each turn of the lane, and engine/generation/engine carries it out. The deltas of the
+StepResult return through an async generator to api/exchange. When this generator is closed, for
+any reason, the sequence leaves the batch.
+
 """
 
 __version__ = "0.1.0"

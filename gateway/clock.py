@@ -8,7 +8,7 @@ __all__ = ["Stage", "Timings", "now"]
 
 
 class Stage(StrEnum):
-    """The stages of a request, with the names that headers, metrics, logs and traces use."""
+    """The stages of a request; headers, metrics, logs and traces use these names."""
 
     PARSE = "parse"
     LOAD = "load"
@@ -25,39 +25,33 @@ class Stage(StrEnum):
 
 @dataclass(slots=True)
 class Timings:
-    """The times at which a request was in each stage, recorded by the code that does the work.
+    """The times at which a request was in each stage, on the monotonic clock.
 
-    An embeddings request has an INFERENCE stage. A chat request has PREFILL (until its first token)
-    and DECODE instead. Times are readings of the monotonic clock.
+    Embeddings have the stage INFERENCE; chat has PREFILL, until the first token, and DECODE.
     """
 
     started: float = field(default_factory=now)
     model: str | None = None
-    # The current stage, or the stage in which the request was cancelled or failed; None before the
-    # first stage and after a complete answer.
+    # The current stage, or the stage in which the request failed or was cancelled.
     stage: Stage | None = None
-    # Start and end of each stage. An embeddings request has one interval for all its passes, and
-    # one for all its waits between them.
+    # Stage, start and end.
     intervals: list[tuple[Stage, float, float]] = field(default_factory=list)
     first_token: float | None = None
     tokens_in: int = 0
     tokens_out: int = 0
     cached_tokens: int = 0
     finish_reasons: list[str] = field(default_factory=list)
-    # How often a sequence of the request was preempted: the sequence's KV was freed, and its tokens
-    # were prefilled again.
+    # How often a sequence's KV was freed, so that its tokens were prefilled again.
     preemptions: int = 0
-    # The timings of the request's jobs after the first one, which uses this object.
+    # Timings of the request's jobs after the first one.
     parallel: list["Timings"] = field(default_factory=list)
 
     @property
     def tokens(self) -> int:
-        """Return the number of the request's tokens so far, prompt and completion."""
         return self.tokens_in + self.tokens_out + sum(part.tokens for part in self.parallel)
 
     @property
     def seconds(self) -> dict[Stage, float]:
-        """Return the seconds spent in each stage, in the order in which the stages ended."""
         seconds: dict[Stage, float] = {}
         for stage, started, ended in self.intervals:
             seconds[stage] = seconds.get(stage, 0.0) + (ended - started)
@@ -65,11 +59,10 @@ class Timings:
 
     @property
     def milliseconds(self) -> dict[str, float]:
-        """Return the milliseconds spent in each stage, and as `total` those since the start."""
+        """Return the milliseconds spent in each stage and, as `total`, since the start."""
         stages = {str(stage): round(1000 * s, 2) for stage, s in self.seconds.items()}
         stages["total"] = round(1000 * (now() - self.started), 2)
         return stages
 
     def add(self, stage: Stage, started: float, ended: float | None = None) -> None:
-        """Record an interval of a stage, between two readings of the clock (default: until now)."""
         self.intervals.append((stage, started, now() if ended is None else ended))

@@ -1,7 +1,4 @@
-"""Every error of the gateway, with the status, type, code and message that the client gets.
-
-Errors are raised where the problem is found, and become JSON in one place (api/middleware).
-"""
+"""Every error of the gateway, with the status, type, code and message that the client gets."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,13 +12,12 @@ SHOWN_CHARS = 256
 
 
 def shorten(text: str) -> str:
-    """Cut a caller's text to SHOWN_CHARS, to quote it in a message."""
     if len(text) <= SHOWN_CHARS:
         return text
     return f"{text[:SHOWN_CHARS]}…"
 
 
-# The parts of a job that an error may be about; wire maps them to each endpoint's field names.
+# The parts of a job that an error can name; wire maps each to a field of the request.
 Part = Literal[
     "prompt", "documents", "questions", "prompt_name", "template_args", "tools", "answer_form",
     "min_tokens", "thinking_budget",
@@ -44,7 +40,7 @@ class ErrorBody(TypedDict):
 
 
 class GatewayError(Exception):
-    """The base class of errors that a client gets as a response, with the error's `headers`."""
+    """An error that a client gets as a response."""
 
     status: int = HTTPStatus.INTERNAL_SERVER_ERROR
     type: ClassVar[str] = "server_error"
@@ -70,7 +66,7 @@ class GatewayError(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        """Return the headers that tell OpenAI's SDKs whether, and when, to retry."""
+        """Return the headers that tell OpenAI's SDKs whether and when to retry."""
         headers = {}
         if self.retry_after_s is not None:
             headers["retry-after"] = str(max(1, round(self.retry_after_s)))
@@ -79,17 +75,15 @@ class GatewayError(Exception):
         return headers
 
     def copy(self, **changes: str | None) -> Self:
-        """Return a copy without a traceback, which would grow each time the error is raised."""
+        """Return a copy without the traceback, which grows each time an error is raised."""
         copy = type(self).__new__(type(self), *self.args)
         vars(copy).update(vars(self), **changes)
         return copy
 
     def named(self, param: str, code: str | None = None) -> Self:
-        """Return a copy with `param` set, and with `code` if the error has no code yet."""
         return self.copy(param=param, code=self.code or code)
 
     def body(self) -> ErrorBody:
-        """Return OpenAI's error envelope."""
         return {
             "error": {
                 "message": self.message,
@@ -138,7 +132,7 @@ class UnsupportedParameter(BadRequest):
 
 
 class UnknownParameter(BadRequest):
-    """The request has an unknown field. Raised only if GATEWAY_STRICT_FIELDS is set."""
+    """The request has an unknown field, and GATEWAY_STRICT_FIELDS is set."""
 
     code = "unknown_parameter"
 
@@ -151,7 +145,7 @@ class Unauthorized(RequestError):
 
     @property
     def headers(self) -> dict[str, str]:
-        """Return the usual headers, and the scheme that RFC 9110 requires of a 401."""
+        """Add the scheme, which RFC 9110 requires with a 401."""
         return {**super().headers, "www-authenticate": "Bearer"}
 
 
@@ -170,14 +164,14 @@ class UnknownUrl(RequestError):
 
 
 class ResponseNotFound(RequestError):
-    """The caller has no stored response, and no item of a stored response, with this id."""
+    """The caller has no stored response or item with this id."""
 
     status = HTTPStatus.NOT_FOUND
     code = "response_not_found"
 
 
 class RequestNotFound(RequestError):
-    """The operator wants to cancel a request by a number that no request in flight has."""
+    """No request in flight has the number that the operator wants to cancel."""
 
     status = HTTPStatus.NOT_FOUND
     code = "request_not_found"
@@ -198,7 +192,7 @@ class MethodNotAllowed(RequestError):
 
     @property
     def headers(self) -> dict[str, str]:
-        """Return the usual headers, and the allowed methods that RFC 9110 requires of a 405."""
+        """Add the allowed methods, which RFC 9110 requires with a 405."""
         return {**super().headers, "allow": self.allow}
 
 
@@ -238,7 +232,7 @@ class EncodingNotSupported(RequestError):
 
     @property
     def headers(self) -> dict[str, str]:
-        """Return the usual headers, and the accepted encodings, as RFC 9110 asks for this 415."""
+        """Add the accepted encodings, which RFC 9110 recommends with this 415."""
         return {**super().headers, "accept-encoding": "identity"}
 
 
@@ -267,7 +261,7 @@ class SlowBody(RequestError):
 
 
 class Overloaded(GatewayError):
-    """The model's queue is full. The status is 429, after which clients wait and retry."""
+    """The model's queue is full."""
 
     status = HTTPStatus.TOO_MANY_REQUESTS
     type = "rate_limit_error"
@@ -303,7 +297,7 @@ class Unavailable(GatewayError):
 
 
 class ShuttingDown(Unavailable):
-    """The gateway is shutting down: new requests are refused and running ones are ended."""
+    """The gateway is shutting down."""
 
     def __init__(self) -> None:
         super().__init__("The gateway is shutting down.", retry_after_s=1)
@@ -319,13 +313,13 @@ class RequestCancelled(Unavailable):
 
 
 class ModelLoading(Unavailable):
-    """The model is still loading: retry later."""
+    """The model is still loading."""
 
     code = "model_loading"
 
 
 class ModelUnavailable(Unavailable):
-    """The model's files cannot be found or downloaded. The message names the model and cause."""
+    """The model's files cannot be found or downloaded."""
 
     code = "model_unavailable"
 
@@ -346,7 +340,7 @@ class ModelRefused(BadRequest):
 
 
 class NoRoom(Unavailable):
-    """The model needs memory that models in use occupy: retry later."""
+    """The model needs memory that models in use occupy."""
 
     code = "no_room"
 
@@ -360,7 +354,7 @@ class NoRoom(Unavailable):
 
 
 class InsufficientMemory(GatewayError):
-    """The model can never fit in the memory budget. The message gives the sizes."""
+    """The model can never fit in the memory budget."""
 
     status = HTTPStatus.INSUFFICIENT_STORAGE
     code = "insufficient_memory"
@@ -371,7 +365,7 @@ class InsufficientMemory(GatewayError):
 
 
 class InsufficientDisk(GatewayError):
-    """The model's files would leave too little free disk space. The message gives the sizes."""
+    """The model's files would leave too little free disk space."""
 
     status = HTTPStatus.INSUFFICIENT_STORAGE
     code = "insufficient_disk"
@@ -395,7 +389,7 @@ class PromptTooLarge(GatewayError):
 
 
 class ModelLoadFailed(GatewayError):
-    """The model's files are on disk but invalid. The message names the file or key."""
+    """The model's files are on disk but invalid."""
 
     code = "model_load_failed"
 
@@ -406,7 +400,7 @@ class ModelLoadFailed(GatewayError):
 
 
 class EngineFailed(GatewayError):
-    """The engine failed on this request. The message names the model."""
+    """The engine failed on this request."""
 
     code = "engine_failed"
 
@@ -416,7 +410,7 @@ class EngineFailed(GatewayError):
 
 
 class SchemaViolated(GatewayError):
-    """The answer violates a schema that it must fit, and so did the retry, if there was one."""
+    """The answer violates the JSON schema that it must fit."""
 
     code = "schema_violated"
 
@@ -426,7 +420,7 @@ class SchemaViolated(GatewayError):
 
 
 class OutOfMemory(Unavailable):
-    """The device had no memory for this row, even without the batch's other rows: retry later."""
+    """The device has too little memory for this row, even if the row runs alone."""
 
     code = "out_of_memory"
 
@@ -439,7 +433,7 @@ class OutOfMemory(Unavailable):
 
 
 class DeviceLost(Unavailable):
-    """The device no longer works in this process, which exits: retry after the restart."""
+    """The device no longer works in this process."""
 
     code = "device_lost"
 
@@ -449,7 +443,7 @@ class DeviceLost(Unavailable):
 
 
 class DeadlineExceeded(GatewayError):
-    """The request took longer than the caller's timeout or the settings', whichever is less."""
+    """The request took longer than its time limit."""
 
     status = HTTPStatus.GATEWAY_TIMEOUT
     code = "deadline_exceeded"
@@ -460,13 +454,13 @@ class DeadlineExceeded(GatewayError):
 
 
 class ModelsFileInvalid(BadRequest):
-    """models.yaml is invalid on reload. The message lists its problems, one per line."""
+    """models.yaml is invalid on reload."""
 
     code = "models_file_invalid"
 
 
 class RegistryInvalid(Exception):
-    """models.yaml is invalid. The message lists its problems, one per line."""
+    """models.yaml is invalid."""
 
     def __init__(self, problems: list[str]) -> None:
         super().__init__("\n".join(problems))
@@ -478,18 +472,18 @@ class BlasUnusable(Exception):
 
 
 class Fault(StrEnum):
-    """The kind of an error that MLX raised, which tells whether the device still works."""
+    """The kinds of errors that MLX raises."""
 
     FATAL = "fatal"  # the device no longer works in this process
     PRESSURE = "pressure"  # the device has run out of memory
-    ROW = "row"  # the device works, but this input fails on every try
-    COMPILER = "compiler"  # the device works; compiling code failed, but MLX can run without it
+    ROW = "row"  # this input fails on every try
+    COMPILER = "compiler"  # compiling code failed, but MLX can run without it
     UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True, slots=True)
 class PassFault:
-    """An error that a pass has raised: its kind, and a message for the log."""
+    """An error that a pass has raised."""
 
     fault: Fault
     message: str

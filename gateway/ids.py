@@ -1,16 +1,15 @@
-"""Random ids. The ids of objects stored for clients contain the name of the storing process."""
+"""Random ids of requests, answers and stored objects."""
 
 import secrets
 from typing import Final
 
 NAME_CHARS: Final = 8
-# The name of this process. A router uses it to find the process that has a stored object: objects
-# are stored in the process's memory only.
+# The name of this process in ids, which tells a router where an object is stored.
 OWN_NAME: Final = secrets.token_hex(NAME_CHARS // 2)
 
 
 def new_id(prefix: str, nbytes: int) -> str:
-    """Return `prefix_`, OWN_NAME and random hex digits: with OWN_NAME, `nbytes` bytes in hex."""
+    """Return `prefix_` and `nbytes` bytes in hex, which begin with OWN_NAME."""
     return f"{prefix}_{OWN_NAME}{secrets.token_hex(nbytes - NAME_CHARS // 2)}"
 
 

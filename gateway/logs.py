@@ -1,8 +1,6 @@
-"""Configures structlog: a log line has an event name and keys, and goes to stderr.
+"""Configures structlog, which writes each event to stderr as JSON or as text for a console.
 
-A JSON line has every key. A console line is for a person: the most important keys come first, and
-most lines are cut to COLUMNS. In both formats, a caller's text cannot begin a line or move the
-cursor.
+In both formats, a caller's text cannot begin a line or move the cursor.
 """
 
 import json
@@ -19,14 +17,14 @@ import structlog
 Format = Literal["auto", "json", "console"]
 
 COLUMNS = 100
-FIELD_COLUMNS = 48  # most columns of one field in a line that is cut
-ID_COLUMNS = 13  # columns shown of a request's id: enough to search for it
+FIELD_COLUMNS = 48  # most columns of one field
+ID_COLUMNS = 13
 
-lost_lines = 0  # the number of lines that could not be written
+lost_lines = 0  # lines that could not be written
 
 
 def configure(level: str = "info", style: Format = "auto") -> None:
-    """Have lines of `level` and above written. `auto` is console on a terminal, else JSON."""
+    """Log events of `level` and above; `auto` is console on a terminal, else JSON."""
     as_json = style == "json" or (style == "auto" and not sys.stderr.isatty())
     stamp = structlog.processors.TimeStamper(fmt="%H:%M:%S", utc=False)
     render: structlog.typing.Processor = _console
@@ -39,7 +37,7 @@ def configure(level: str = "info", style: Format = "auto") -> None:
             structlog.processors.add_log_level,
             stamp,
             structlog.processors.StackInfoRenderer(),
-            # Tracebacks without local variables, which may hold API keys and prompts.
+            # Tracebacks leave out local variables, which may hold API keys and prompts.
             structlog.processors.format_exc_info,
             render,
         ],
@@ -52,13 +50,9 @@ def configure(level: str = "info", style: Format = "auto") -> None:
 
 
 class _Writer(structlog.WriteLogger):
-    """A writer that writes each line in one piece, and counts lines that it cannot write.
-
-    Code that logs must not fail because the disk is full or the reader of a pipe is gone.
-    """
+    """Writes each line in one call, and counts lines that fail instead of raising an error."""
 
     def msg(self, message: str) -> None:
-        """Write a line."""
         global lost_lines
         try:
             super().msg(message)
@@ -74,11 +68,9 @@ def _make_writer(stream: TextIO, *_: Any) -> _Writer:
 
 
 def _json(event: Any, **options: Any) -> str:
-    """Return an event as JSON.
+    """Return an event as one line of JSON.
 
-    orjson refuses some values (a lone surrogate, a huge number), which json accepts. It does not
-    escape some characters that end a line for many readers or move a terminal's cursor: U+0085,
-    U+009B, U+2028.
+    orjson does not escape U+0085, U+009B and U+2028, which may end a line or move the cursor.
     """
     try:
         line = orjson.dumps(event, default=options["default"]).decode()
@@ -90,18 +82,17 @@ def _json(event: Any, **options: Any) -> str:
 
 
 def get(name: str) -> structlog.typing.FilteringBoundLogger:
-    """Return a logger whose lines name the part of the gateway that wrote them."""
+    """Return the logger of a part of the gateway."""
     logger: structlog.typing.FilteringBoundLogger = structlog.get_logger(part=name)
     return logger
 
 
 def is_console(style: Format) -> bool:
-    """Return True if log lines go to a terminal, for a person."""
     return sys.stderr.isatty() and style != "json"
 
 
 def _console(_: Any, __: str, event_fields: MutableMapping[str, Any]) -> str:
-    """Return an event for the console. Warnings, errors and prompts are wrapped, others are cut."""
+    """Return an event as text, cut to COLUMNS unless it is a warning, an error or a prompt."""
     fields = dict(event_fields)
     event, level = _text(fields.pop("event", "")), fields.pop("level", "info")
     time, request_id = fields.pop("timestamp", ""), fields.pop("request_id", None)
@@ -119,7 +110,7 @@ def _console(_: Any, __: str, event_fields: MutableMapping[str, Any]) -> str:
         words.append(fit(_text(request_id), ID_COLUMNS))
     line = " ".join([*words, *_format_fields(fields, columns)])
     lines = [fit(line, COLUMNS)]
-    if columns is None:  # warnings and prompts are wrapped, not cut
+    if columns is None:
         lines = list(_wrap(line))
     for text in filter(None, below):  # indented, so that only events begin a line
         lines += [f"    {_text(row)}" for row in str(text).splitlines()]
@@ -127,7 +118,6 @@ def _console(_: Any, __: str, event_fields: MutableMapping[str, Any]) -> str:
 
 
 def _take_request(fields: dict[str, Any]) -> Iterator[str]:
-    """Take a request's method, path, status, time, model and tokens out of `fields`."""
     yield _word(fields.pop("method", ""), 10)
     yield _word(fields.pop("path", ""), FIELD_COLUMNS)
     yield _text(fields.pop("status", ""))
@@ -139,7 +129,6 @@ def _take_request(fields: dict[str, Any]) -> Iterator[str]:
 
 
 def _format_fields(fields: dict[str, Any], columns: int | None) -> Iterator[str]:
-    """Yield each key with its value. Bytes and seconds get a unit."""
     for key, value in fields.items():
         if (key == "bytes" or key.endswith("_bytes")) and isinstance(value, int):
             text = human_bytes(value)
@@ -154,7 +143,6 @@ def _format_fields(fields: dict[str, Any], columns: int | None) -> Iterator[str]
 
 
 def human_bytes(count: int) -> str:
-    """Return a number of bytes in B, KiB, MiB or GiB."""
     size, units = float(count), ["B", "KiB", "MiB", "GiB"]
     while abs(size) >= 1024 and len(units) > 1:
         size /= 1024
@@ -165,7 +153,7 @@ def human_bytes(count: int) -> str:
 
 
 def fit(text: str, columns: int) -> str:
-    """Return a text cut to `columns`, ending in an ellipsis if it was longer."""
+    """Return a text cut to `columns`; a cut text ends in an ellipsis."""
     if len(text) <= columns and _width(text) <= columns:
         return text
     parts, used = [], 0
@@ -178,7 +166,7 @@ def fit(text: str, columns: int) -> str:
 
 
 def _wrap(line: str) -> Iterator[str]:
-    """Yield the parts of a line, split at spaces where possible; all but the first are indented."""
+    """Split a line, at spaces where possible, and indent all parts but the first."""
     indent, left = "", line
     while _width(indent + left) > COLUMNS:
         part = fit(left, COLUMNS - len(indent) + 1)[:-1]
@@ -200,7 +188,6 @@ def _width(text: str) -> int:
 
 
 def _word(value: Any, columns: int | None = None) -> str:
-    """Return a value as text in at most `columns`, quoted if it is empty or has spaces or `=`."""
     text = _text(value)
     is_quoted = isinstance(value, str) and (not text or any(mark in text for mark in ' "='))
     if columns is not None:
@@ -222,6 +209,5 @@ def _text(value: Any) -> str:
 
 
 def _escape(text: str, escape: Callable[[str], str]) -> str:
-    """Escape the characters that may end a line or move the cursor."""
     special = {character for character in text if not character.isprintable()}
     return text.translate({ord(character): escape(character) for character in special})

@@ -1,4 +1,4 @@
-"""Every metric, declared in one place. The engine doesn't count; the layers above it do."""
+"""Every metric of the gateway."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 @cache
 def of(metric: M, *labels: str) -> M:
-    """Return a metric's series for these labels. Cached, since a lookup is slower than `inc`."""
+    """Return a metric's series for these labels."""
     return metric.labels(*labels)
 
 
@@ -169,19 +169,18 @@ GRAMMAR_COMPILE_SECONDS = Histogram(
 
 
 def count_prompt(model: str, tokens: int) -> None:
-    """Count the tokens of a request's prompt, or the sum over its texts."""
     of(TOKENS_IN, model).inc(tokens)
     of(PROMPT_LENGTH, model).observe(tokens)
 
 
 def count_images(model: str, tokens: Sequence[int]) -> None:
-    """Count the images of a prompt, by the tokens of each."""
+    """Count a prompt's images; `tokens` has the token count of each."""
     of(IMAGES, model).inc(len(tokens))
     of(IMAGE_TOKENS, model).inc(sum(tokens))
 
 
 def count_features(model: str, encoded: int, recalled: int) -> None:
-    """Count the images of a pass: those that it encoded, and those whose features were at hand."""
+    """Count the images whose features a pass has encoded or recalled."""
     for result, images in (("miss", encoded), ("hit", recalled)):
         if images:
             of(IMAGE_FEATURES, model, result).inc(images)
@@ -210,11 +209,9 @@ class Level:
     text: str
 
     def read(self, value: float) -> Reading:
-        """Return the gauge with a single value."""
         return GaugeMetricFamily(self.name, self.text, value=value)
 
     def read_by_model(self, values: Mapping[str, float]) -> Reading:
-        """Return the gauge with one value per model."""
         reading = GaugeMetricFamily(self.name, self.text, labels=["model"])
         for model, value in values.items():
             reading.add_metric([model], value)
@@ -250,7 +247,7 @@ class _Readings(Collector):
         self._read = read
 
     def describe(self) -> Sequence[Reading]:
-        """Return no names: the registry would refuse a second gateway's as duplicates."""
+        """Return nothing: the registry would refuse a second gateway's names as duplicates."""
         return ()
 
     def collect(self) -> Iterable[Reading]:
@@ -259,7 +256,7 @@ class _Readings(Collector):
 
 @contextmanager
 def register(read: Callable[[], Iterable[Reading]]) -> Iterator[None]:
-    """Add the readings that `read` returns at each scrape to the metrics, until exit."""
+    """Add the readings of `read` to each scrape, until exit."""
     collector = _Readings(read)
     REGISTRY.register(collector)
     try:
@@ -269,11 +266,11 @@ def register(read: Callable[[], Iterable[Reading]]) -> Iterator[None]:
 
 
 def forget(model: str) -> None:
-    """Drop the series of a model that is no longer served, so that their number stays bounded."""
+    """Drop all series of a model."""
     for metric in tuple(globals().values()):
         if isinstance(metric, Counter | Gauge | Histogram) and "model" in metric._labelnames:
             metric.remove_by_labels({"model": model})
-    of.cache_clear()  # the cache may return series that are gone
+    of.cache_clear()  # the cache would still return the dropped series
 
 
 def text() -> bytes:
@@ -282,15 +279,14 @@ def text() -> bytes:
 
 
 def total(gauge: Gauge) -> float:
-    """Return the sum of a gauge's series."""
     return sum(sample.value for family in gauge.collect() for sample in family.samples)
 
 
 @dataclass(frozen=True, slots=True)
 class HistogramReading:
-    """The series of a histogram, each with its labels, cumulative counts per edge, and sum."""
+    """The series of a histogram: labels, cumulative counts per edge, and sum."""
 
-    edges: list[float]
+    edges: list[float]  # without infinity
     series: list[tuple[dict[str, str], list[float], float]]
 
 
@@ -303,10 +299,7 @@ class Snapshot:
 
 
 def snapshot() -> Snapshot:
-    """Return the present values of all the gateway's metrics.
-
-    `edges` leaves out a histogram's last edge, infinity.
-    """
+    """Return the present values of the gateway's metrics."""
     values: dict[str, list[tuple[dict[str, str], float]]] = {}
     histograms = {}
     for family in REGISTRY.collect():
@@ -325,7 +318,7 @@ def _read_histogram(family: Metric) -> HistogramReading:
     edges: list[float] = []
     series: list[tuple[dict[str, str], list[float], float]] = []
     counts: list[float] = []
-    for sample in family.samples:  # a series' samples are its buckets, in order, its count, its sum
+    for sample in family.samples:  # each series has its buckets, then count, then sum
         if sample.name.endswith("_bucket"):
             edge = sample.labels["le"]
             if edge != "+Inf" and not series:

@@ -1,8 +1,7 @@
 """Turns panics of native code into ordinary errors.
 
-Rust libraries (tokenizers, llguidance, jsonschema-rs, outlines-core, safetensors, pydantic-core)
-raise panics through PyO3 as BaseExceptions, which `except Exception` does not catch. A panic is
-caused by the input (a file or a request), so it should be handled like any other error.
+Rust libraries such as tokenizers raise panics as BaseExceptions, which `except Exception` does not
+catch.
 """
 
 from collections.abc import Callable
@@ -14,17 +13,17 @@ T = TypeVar("T")
 
 
 class NativeError(Exception):
-    """Native code panicked on its input. The message is that of the panic."""
+    """Native code panicked on its input."""
 
 
 def as_exception(error: BaseException) -> Exception:
-    """Return an error that `except Exception` catches and a future can hold.
+    """Return an error as an Exception that a future can hold.
 
-    A panic becomes a NativeError, and StopIteration a RuntimeError; other Exceptions are returned
-    as they are. Raises any other BaseException, such as SystemExit.
+    A panic becomes a NativeError, and StopIteration a RuntimeError. Raises other BaseExceptions,
+    such as SystemExit.
     """
-    # The name is compared, since each library has its own PanicException. tokenizers raises errors
-    # other than panics as bare Exceptions.
+    # Each library has its own PanicException. tokenizers raises its other errors as bare
+    # Exceptions.
     if type(error).__name__ == "PanicException" or type(error) is Exception:
         failure = NativeError(str(error))
         failure.__cause__ = error
@@ -37,7 +36,7 @@ def as_exception(error: BaseException) -> Exception:
 
 
 def raise_panics(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorate a function whose native code may panic: errors are raised as from `as_exception`."""
+    """Decorate a function so that it raises the errors that `as_exception` returns."""
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:

@@ -7,8 +7,8 @@ chat                          chat completions, completions, Anthropic's message
 responses                     /v1/responses, whose answers are kept to continue from
 embeddings, rerank            vectors and scores
 tokenization                  tokens of prompts, and texts of tokens
-models                        the list of models; /admin to load, unload, pin, reload, save prefixes
-dashboard                     the page /dashboard, and the stream of samples that it shows
+models                        the list of models, and /admin for models
+dashboard                     the page /dashboard, and its stream of samples
 ops                           /health, /ready, /metrics, /openapi.json
 exchange                      a request for text → jobs → deltas → an answer or a stream of events
 openapi                       the class `Endpoint`; the document at /openapi.json
@@ -16,7 +16,7 @@ middleware                    ids, timings, every error as JSON
 traces                        a span for each request, sent if the extra `otel` is installed
 streams                       server-sent events: framing, the first event, keep-alives
 requests                      the service that handlers use; bodies → checked requests
-bodies                        request bodies; limits for one body and for all together
-in_flight                     requests in flight and their contexts; work is cancelled when its
-                              client disconnects; the last errors; watchers of the dashboard
+bodies                        request bodies, and limits of their size
+in_flight                     the requests in flight, and the watchers of the dashboard
+
 """

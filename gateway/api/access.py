@@ -1,4 +1,4 @@
-"""Access to the API: keys, hosts, origins, rate limits. `protect` makes an app check all four."""
+"""Access to the API: keys, hosts, origins, rate limits."""
 
 import asyncio
 import contextlib
@@ -33,11 +33,11 @@ EXPOSED_HEADERS = [
     "x-gateway-thinking-budget", "server-timing", "retry-after", "x-should-retry",
     *(f"x-ratelimit-{name}-{kind}" for name in ("limit", "remaining", "reset") for kind in KINDS),
 ]  # fmt: skip
-# Origins of desktop apps. No web page can have these schemes, or Tauri's host (on Windows).
+# Origins of desktop apps: no website can have these schemes or Tauri's host.
 APP_ORIGINS = r"(?:tauri|app|vscode-webview|vscode-file)://[^/\s]+|https?://tauri\.localhost"
 ADMIN = "/admin/"
 PAGES = ("/dashboard",)  # paths that a link on another site may open
-DISCARD_BYTES = 16 * 1024 * 1024  # most bytes to read of a body beyond the rate limit
+DISCARD_BYTES = 16 * 1024 * 1024  # most bytes that are read of a refused body
 DISCARD_S = 5.0
 
 
@@ -45,12 +45,12 @@ DISCARD_S = 5.0
 class AccessRules:
     """The settings for access: who may send requests, and how many."""
 
-    admin_key: str | None  # if set, the only key accepted under /admin
+    admin_key: str | None  # the only key for /admin, if set
     keys: Sequence[str]
-    shares_prefixes: bool  # whether keys share cached prefixes
+    shares_prefixes: bool
     hosts: Sequence[str]
     origins: Sequence[str]
-    allowance: Allowance  # requests and tokens per minute of each key
+    allowance: Allowance
     max_header_bytes: int
     send_timeout_s: float
 
@@ -66,8 +66,7 @@ def protect(
     tracer: "Tracer | None" = None,
 ) -> ASGIApp:
     """Wrap an app in request ids, JSON errors, CORS, API keys and rate limits."""
-    # The layers are added from the inside out. CORS is outside of the errors' layer: without
-    # CORS headers, a browser would hide even a 401 from its page.
+    # CORS wraps the errors: without CORS headers, a browser hides even a 401 from its page.
     origins = origin_pattern(rules.origins)
     if not rules.allowance.is_unlimited:
         app = Rates(app, Accounts(rules.allowance), metered_paths)
@@ -78,15 +77,14 @@ def protect(
         allow_origin_regex=origins.pattern,
         allow_methods=["*"],
         allow_headers=["*"],
-        allow_private_network=True,  # Chrome asks if a public page may reach this machine
+        allow_private_network=True,  # Chrome asks whether a public page may reach this machine
         expose_headers=EXPOSED_HEADERS,
     )
     return Context(app, in_flight, bodies, send_timeout_s=rules.send_timeout_s, tracer=tracer)
 
 
 def origin_pattern(origins: Sequence[str]) -> re.Pattern[str]:
-    """Return a pattern that matches the origins of desktop apps and the given origins."""
-    # A lone `*` stands for any origin, `:*` for any port, any other `*` for a part of a host.
+    # `*` alone is any origin, `:*` any port, any other `*` a part of a host.
     patterns = [APP_ORIGINS]
     for origin in origins:
         text = re.escape(origin).replace(r":\*", r"(?::\d+)?").replace(r"\*", r"[^/:]+")
@@ -95,8 +93,8 @@ def origin_pattern(origins: Sequence[str]) -> re.Pattern[str]:
 
 
 class Guard:
-    """Admits requests that have an API key. If no keys are set, it admits every request that no
-    foreign web page can have made.
+    """Admits requests with an API key. Without keys, admits requests that no page of another site
+    can send.
     """
 
     def __init__(
@@ -131,7 +129,6 @@ class Guard:
         await self._app(scope, receive, send)
 
     def _identify(self, context: RequestContext) -> None:
-        """Store the id of the request's key in its context. Raises Unauthorized or Forbidden."""
         keys = self._admin_keys if context.scope["path"].startswith(ADMIN) else self._keys
         if keys:
             context.key_id = _key_id(context.headers, keys)
@@ -140,32 +137,30 @@ class Guard:
         self._check_page(context.scope, context.headers)
 
     def _check_page(self, scope: Scope, headers: Mapping[bytes, bytes]) -> None:
-        """Raise Forbidden for a request that a web page may have made."""
-        # A page could reach localhost by DNS rebinding, so Host must be a name that no page can
-        # have, or an allowed one. A page could also send cross-origin requests, so Origin must be
-        # the gateway's own or one that CORS allows, and a request without Origin must not come from
-        # another site. Starlette's TrustedHostMiddleware is no help: it doesn't match the loopback
-        # network or a host with its port, has no exceptions for open paths and unix sockets, and
-        # answers in plain text.
+        """Raise Forbidden for a request that a page of another site may have sent."""
+        # DNS rebinding lets a page reach localhost under a public name, so Host must be a name that
+        # no page can have, or an allowed one. Cross-origin requests reach localhost too, so Origin
+        # must be the gateway's own or allowed by CORS. Starlette's TrustedHostMiddleware knows
+        # neither loopback networks nor unix sockets.
         host = headers.get(b"host", b"").decode("latin-1").lower()
         is_known = is_here(host) or not self._hosts.isdisjoint((host, _host_name(host)))
-        is_socket = scope.get("server") is None  # no hostname resolves to a unix socket
+        is_socket = scope.get("server") is None  # no host name leads to a unix socket
         if not (is_known or is_socket or "*" in self._hosts):
             raise Forbidden(
                 f"The host `{shorten(host)}` is not this gateway's. Add it to "
                 "GATEWAY_ALLOWED_HOSTS, or set GATEWAY_API_KEYS."
             )
         origin = headers.get(b"origin", b"").decode("latin-1")
-        # An absent Origin matches, too, if every origin is allowed.
+        # If every origin is allowed, an absent Origin matches too.
         if self._origins.fullmatch(origin):
             return
-        # The dashboard sends the gateway's own origin. This is accepted only for a known host: if
-        # any host is allowed, or on a unix socket, the host may be the result of DNS rebinding.
+        # The dashboard sends the gateway's own origin; if any host is allowed, DNS rebinding could
+        # fake that origin.
         is_own = is_known and origin.lower() == f"{scope['scheme']}://{host}"
         if b"origin" in headers and not is_own:
             raise Forbidden(f"The origin `{shorten(origin)}` is not in GATEWAY_CORS_ORIGINS.")
-        # Requests for a page's images, scripts, frames and links have no Origin. Sec-Fetch-Site is
-        # `none` if the user typed the URL.
+        # Requests for images, scripts, frames and links have no Origin; Sec-Fetch-Site is `none` if
+        # the user typed the URL.
         site = headers.get(b"sec-fetch-site", b"none")
         if site not in (b"same-origin", b"none") and not _opens_page(scope, headers):
             raise Forbidden(
@@ -175,15 +170,13 @@ class Guard:
 
 
 def _opens_page(scope: Scope, headers: Mapping[bytes, bytes]) -> bool:
-    """Return True if a browser opens one of PAGES by a link, and not inside a frame."""
     is_link = headers.get(b"sec-fetch-mode") == b"navigate"
     is_whole = headers.get(b"sec-fetch-dest") == b"document"
     return is_link and is_whole and scope["method"] == "GET" and scope["path"] in PAGES
 
 
 def _key_id(headers: Mapping[bytes, bytes], keys: Sequence[bytes]) -> str:
-    """Return the id of the key sent as bearer token or, if it is unknown, in `x-api-key`."""
-    # Agents may send two keys, of which only one is this gateway's.
+    # Agents may send two keys, one of which is for another service.
     sent = []
     scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
     if scheme.lower() == b"bearer":
@@ -191,7 +184,7 @@ def _key_id(headers: Mapping[bytes, bytes], keys: Sequence[bytes]) -> str:
     if b"x-api-key" in headers:
         sent.append(headers[b"x-api-key"].strip())
     for digest in map(_digest, sent):
-        # Every key is compared, each in constant time.
+        # Every key is compared in constant time.
         matches = [hmac.compare_digest(digest, known_digest) for known_digest in keys]
         if any(matches):
             return f"key-{matches.index(True) + 1}"
@@ -203,9 +196,9 @@ def _key_id(headers: Mapping[bytes, bytes], keys: Sequence[bytes]) -> str:
 
 @lru_cache
 def is_here(host: str) -> bool:
-    """Return True if a Host header names this machine by a name that no web page can have."""
+    """Return True if a Host header names this machine by a name that no website can have."""
     name = _host_name(host)
-    # The hostname's domain is left out, since the network may have assigned it.
+    # The network may have assigned the hostname's domain, so the domain is left out.
     hostname = socket.gethostname().partition(".")[0].lower()
     try:
         return ipaddress.ip_address(name).is_loopback
@@ -216,7 +209,6 @@ def is_here(host: str) -> bool:
 
 
 def _host_name(host: str) -> str:
-    """Return a Host header's name, without port and brackets."""
     if host.startswith("["):
         return host[1:].partition("]")[0].lower()
     return host.partition(":")[0].lower()
@@ -227,7 +219,7 @@ def _digest(key: bytes) -> bytes:
 
 
 class Rates:
-    """Limits the requests and tokens per minute of each API key. The guard has set the key's id."""
+    """Limits the requests and tokens per minute of each API key."""
 
     def __init__(self, app: ASGIApp, accounts: Accounts, paths: Collection[str]) -> None:
         self._app = app
@@ -244,8 +236,8 @@ class Rates:
         try:
             meter.admit()
         except RateLimited:
-            # The body is read first: if the connection were closed while the client still sends, it
-            # would be reset before the answer arrived.
+            # If the connection closed while the client still sends, the client would not see the
+            # answer.
             await _discard_body(receive)
             raise
         try:
@@ -255,7 +247,6 @@ class Rates:
 
 
 async def _discard_body(receive: Receive) -> None:
-    """Read a body and discard it, up to the limits of size and time."""
     size, has_more = 0, True
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(DISCARD_S):
@@ -266,7 +257,7 @@ async def _discard_body(receive: Receive) -> None:
 
 
 class Meter:
-    """Charges one request, and the tokens that it uses, to the buckets of the caller's key."""
+    """Charges one request and its tokens to the buckets of the caller's key."""
 
     def __init__(self, buckets: Mapping[Kind, Bucket], timings: Timings) -> None:
         self._buckets = buckets
@@ -274,7 +265,7 @@ class Meter:
         self._charged = 0
 
     def admit(self) -> None:
-        """Charge the request. Raises RateLimited if any bucket is empty or overdrawn."""
+        """Charge the request. Raises RateLimited if a bucket is empty."""
         for kind, bucket in self._buckets.items():
             wait_s = bucket.wait_s()
             if wait_s > 0:
@@ -287,7 +278,6 @@ class Meter:
             self._buckets["requests"].take(1)
 
     def charge(self) -> None:
-        """Charge the tokens counted since the last call."""
         tokens = self._timings.tokens
         if "tokens" in self._buckets:
             self._buckets["tokens"].take(tokens - self._charged)
@@ -295,7 +285,6 @@ class Meter:
 
     def headers(self) -> Iterator[tuple[bytes, bytes]]:
         """Charge the tokens known so far, and yield headers with the remaining allowance."""
-        # The tokens of an unstreamed answer are known by now; a stream's are charged at its end.
         self.charge()
         for kind, bucket in self._buckets.items():
             values = {

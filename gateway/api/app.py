@@ -31,7 +31,6 @@ def create_app(
     tracer: "Tracer | None",
     lifespan: Callable[[], contextlib.AbstractAsyncContextManager[None]],
 ) -> ASGIApp:
-    """Return the ASGI application; without an admin key, it has nothing under /admin."""
     router = Router(
         [
             Route(path, partial(endpoint.handler, service), methods=[endpoint.method])
@@ -44,16 +43,15 @@ def create_app(
     )
 
     async def route(scope: Scope, receive: Receive, send: Send) -> None:
-        # Starlette's router raises an error for an unknown route if the scope has an `app`, and
-        # otherwise answers it itself.
+        # With an `app` in the scope, Starlette's router raises an error for an unknown route
+        # instead of answering.
         scope["app"] = router
         try:
             await router(scope, receive, send)
         except HTTPException as error:
             raise _refusal(error, scope["method"], scope["path"]) from None
 
-    # A browser that opens the dashboard cannot send a key, so the page needs none. If no keys are
-    # set, the guard checks the host instead.
+    # A browser that opens the dashboard cannot send a key, so the page needs none.
     open_paths = OPEN_PATHS | dashboard.PATHS if rules.keys else OPEN_PATHS
     return protect(
         route,
@@ -67,7 +65,6 @@ def create_app(
 
 
 def _refusal(error: HTTPException, method: str, path: str) -> GatewayError:
-    """Translate an error of Starlette's router, such as an unknown path, into OpenAI's form."""
     if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
         allow = (error.headers or {}).get("Allow", "")
         return MethodNotAllowed(f"Not allowed to {method} on {shorten(path)}.", allow)
@@ -75,9 +72,6 @@ def _refusal(error: HTTPException, method: str, path: str) -> GatewayError:
 
 
 def _hint(path: str) -> str:
-    """Return a hint if a path would be an endpoint without extra slashes or a second /v1, or if it
-    is one of OpenAI's endpoints that the gateway does not serve.
-    """
     steps = [step for step in path.split("/") if step]
     while steps[:2] == ["v1", "v1"]:
         del steps[0]

@@ -1,6 +1,4 @@
-"""Reading request bodies within two limits: one for each body, and one for the memory that all
-bodies and unread answers take together.
-"""
+"""Request bodies, and limits for one body and for the memory that all bodies take."""
 
 import asyncio
 import contextlib
@@ -18,40 +16,38 @@ from gateway.errors import (
     Unavailable,
 )
 
-SMALL_BYTES = 1024 * 1024  # answers up to this size, such as metrics, are never refused
-UNCOUNTED_BYTES = 64 * 1024  # bytes of each body that don't count, so small requests always fit
-# A body above the limit is still read, and discarded, up to this many times the limit: if the
-# connection were closed while the client still sends, it would be reset before the 413 arrived.
+SMALL_BYTES = 1024 * 1024  # answers up to this size are never refused
+# Bytes of each body that are not counted, so that small requests always fit.
+UNCOUNTED_BYTES = 64 * 1024
+# A body above the limit is read and discarded up to this multiple of the limit: if the connection
+# closed while the client still sends, the client would not see the 413.
 DISCARD_FACTOR = 4
 
 
 class Bodies:
-    """The total bytes of request bodies, each counted until the request has been answered, and of
-    answers that clients have not read yet.
-    """
+    """The total bytes of request bodies under way, and of answers not read yet."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self.nbytes = 0
 
     def has_room(self, more: int, nbytes: int) -> bool:
-        """Return True if a body of `nbytes` may grow by `more`. The only body always may."""
+        """Return True if a body of `nbytes` may grow by `more`; the only body always may."""
         return self.nbytes == nbytes or self.nbytes + more <= self._max_bytes
 
 
 class Body:
-    """The part of the total in `Bodies` that one request body, or one answer, takes."""
+    """The share of one request body, or one answer, in the total of `Bodies`."""
 
     def __init__(self, bodies: Bodies) -> None:
         self._bodies = bodies
         self._nbytes = 0
 
     def count(self, size: int, *, is_refusable: bool = True) -> None:
-        """Set the number of bytes held for the body. Raises Unavailable if there is no room."""
+        """Set the number of bytes held, or raise Unavailable."""
         nbytes = max(0, size - UNCOUNTED_BYTES)
         more = nbytes - self._nbytes
-        # A body without room is refused, not queued: two half-read bodies that both wait for room
-        # would wait for each other forever.
+        # A body without room is refused: two half-read bodies could wait for each other forever.
         if is_refusable and more > 0 and not self._bodies.has_room(more, self._nbytes):
             raise Unavailable(
                 "The requests being read and the answers being sent are too large together. "
@@ -62,26 +58,20 @@ class Body:
         self._nbytes = nbytes
 
     def count_answer(self, size: int) -> None:
-        """Set the number of bytes held for an answer, before it is written. Raises Unavailable if
-        there is no room for a large one; a small one is always accepted.
-        """
+        """Set the number of bytes held for an answer; only a large one may raise Unavailable."""
         self.count(size, is_refusable=size > SMALL_BYTES)
 
 
 def check_head(scope: Scope, max_bytes: int) -> None:
-    """Raise HeadTooLarge if path, query and headers together are above the limit."""
     size = sum(map(len, chain.from_iterable(scope["headers"])))
     if size + len(scope["path"]) + len(scope["query_string"]) > max_bytes:
         raise HeadTooLarge(f"The path, query and headers are larger than {max_bytes} bytes.")
 
 
 async def read_body(request: Request, held: Body, max_bytes: int, timeout_s: float) -> bytearray:
-    """Read the whole body, and count its bytes in `held`. A client that sends an `Expect` header
-    before a body above the limit is refused at once.
+    """Read the whole body, and count its bytes in `held`.
 
-    Raises TooLarge for a body above the limit, SlowBody for one that has not arrived within
-    `timeout_s`, Unavailable if the bodies of all requests leave no room, EncodingNotSupported for a
-    compressed body, and ClientDisconnect.
+    Raises TooLarge, SlowBody, Unavailable, EncodingNotSupported or ClientDisconnect.
     """
     body = bytearray()
     length = int(request.headers.get("content-length", 0))
@@ -100,7 +90,7 @@ async def read_body(request: Request, held: Body, max_bytes: int, timeout_s: flo
 async def _receive(
     request: Request, held: Body, body: bytearray, max_bytes: int
 ) -> GatewayError | None:
-    """Read a body into `body`. If it is refused, discard the rest and return the error."""
+    """Read a body into `body`; if it is refused, discard the rest and return the error."""
     size = 0
     refusal = _refuse_encoding(request)
     async with contextlib.aclosing(request.stream()) as chunks:
@@ -125,7 +115,6 @@ def _refuse_encoding(request: Request) -> GatewayError | None:
 
 
 def _refuse_size(held: Body, size: int, max_bytes: int) -> GatewayError | None:
-    """Count the bytes of a growing body. Return the error if it is refused, else None."""
     try:
         if size > max_bytes:
             raise _too_large(max_bytes)

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions and /v1/completions; /v1/messages of Anthropic's API; /v1/decisions."""
+"""The endpoints of chat models: chat completions, completions, Messages, decisions."""
 
 import time
 from functools import partial
@@ -27,8 +27,6 @@ from gateway.wire.generation import Heading, read_tier
 
 
 async def answer(service: Service, request: Request) -> ASGIApp:
-    """Answer a chat completion request, whole or as a stream."""
-
     def translate(wire_request: chat.ChatRequest) -> Exchange:
         resolved, spec = service.chat_spec(wire_request.model)
         messages, headers = without_images(service, request, spec, wire_request.messages)
@@ -59,8 +57,6 @@ async def answer(service: Service, request: Request) -> ASGIApp:
 
 
 async def complete(service: Service, request: Request) -> ASGIApp:
-    """Answer a completions request: continue all of its prompts at the same time."""
-
     def translate(wire_request: completions.CompletionRequest) -> Exchange:
         _, spec = service.chat_spec(wire_request.model)
         caller = service.caller(request, read_tier(wire_request.service_tier))
@@ -91,16 +87,12 @@ def _heading(prefix: str, model: str, fingerprint: str) -> Heading:
 
 
 async def answer_message(service: Service, request: Request) -> ASGIApp:
-    """Answer a Messages request, whole or as a stream."""
-
     translate = partial(_message_exchange, service, request)
     exchange = await read_exchange(service, request, anthropic.MessagesRequest, translate)
     return await exchange.respond(request)
 
 
 async def count_message_tokens(service: Service, request: Request) -> Response:
-    """Answer with the number of tokens of a Messages request's prompt."""
-
     translate = partial(_message_exchange, service, request)
     exchange = await read_exchange(service, request, anthropic.CountMessageTokensRequest, translate)
     body: anthropic.MessageTokensCount = {"input_tokens": await exchange.count_tokens(request)}
@@ -140,10 +132,6 @@ def _message_exchange(
 
 
 async def decide(service: Service, request: Request) -> Response:
-    """Answer with the probabilities of every question's labels, once all of them are known.
-
-    If one question fails, or the client leaves, the remaining questions are cancelled.
-    """
     body = await service.read_body(request)
     with time_stage(request, Stage.PARSE):
         parsed = await service.take(request, body, decisions.DecisionsRequest)
@@ -156,7 +144,7 @@ async def decide(service: Service, request: Request) -> Response:
     async with while_connected(request.receive), lease as batcher:
         logprobs, usage = await score_labels(batcher, jobs)
     with time_stage(request, Stage.SERIALIZE):
-        # 400 questions of 255 choices have 102,000 probabilities, which take a while to write.
+        # Writing 102,000 probabilities (400 questions of 255 choices) takes a while.
         answer = await serialize(
             lambda: orjson.dumps(decisions.to_decision(asked, logprobs, usage)),
             sum(map(len, logprobs)),

@@ -25,8 +25,7 @@ from gateway.clock import Timings
 from gateway.errors import RequestCancelled, RequestNotFound
 from gateway.registry import Resolved
 
-# The page contains no data, so it needs no key. Samples need a key, and samples that list requests
-# need the admin key.
+# The page contains no data, so it needs no key; samples need a key.
 PAGE = "dashboard.html"
 FILES = {
     PAGE: "text/html",
@@ -41,8 +40,8 @@ FILES = {
 PATHS = frozenset({"/dashboard", *(f"/dashboard/{name}" for name in FILES)})
 PERIOD_S = 1.0
 _HEADERS = {
-    # The page may only load its own files and call this gateway. Inline scripts and styles, HTML
-    # made from strings (trusted types) and frames are forbidden.
+    # The page may load only its own files and call only this gateway. Inline scripts, HTML made
+    # from strings and frames are forbidden.
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
     "img-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; "
     "frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'",
@@ -56,13 +55,12 @@ _SAMPLES_HEADERS = {
     "content-type": "application/x-ndjson",
     "cache-control": "no-store",
     "cross-origin-resource-policy": "same-origin",
-    "x-accel-buffering": "no",  # nginx would otherwise buffer the samples
+    "x-accel-buffering": "no",  # stops nginx from buffering the samples
     "x-content-type-options": "nosniff",
 }
 
 
 async def page(service: Service, request: Request) -> Response:
-    """Answer with the page, or with one of its files."""
     name = request.path_params.get("file", PAGE)
     if name not in FILES:
         raise HTTPException(HTTPStatus.NOT_FOUND)
@@ -75,10 +73,8 @@ def _read(name: str) -> bytes:
 
 
 async def samples(service: Service, request: Request, *, is_admin: bool) -> ASGIApp:
-    """Stream a line of JSON each second until the client disconnects. An admin's samples also list
-    the requests in flight and the last errors.
-    """
-    # If an admin key is set, the last place is reserved for admins: nobody can lock them out.
+    """Stream a line of JSON each second until the client disconnects."""
+    # The last place is kept for admins, so that other watchers cannot lock them out.
     is_reserved = is_admin or not service.exposure.has_admin
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -98,8 +94,7 @@ async def _send_samples(service: Service, send: Send, *, is_admin: bool) -> None
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     await service.inputs.look()
     is_over = False
-    # Each sample is made after the previous one was sent, so a slow watcher gets fewer samples and
-    # nothing is buffered for it.
+    # A sample is made after the previous one was sent, so none are buffered for a slow watcher.
     while not is_over:
         second = math.floor(clock.now() / PERIOD_S)
         is_over = service.in_flight.is_draining  # a watcher must not delay shutdown
@@ -133,7 +128,6 @@ def _sample(service: Service, is_admin: bool) -> bytes:
 
 
 def _models(service: Service) -> list[dict[str, Any]]:
-    """Return each model once, as /v1/models describes it, with a list of its aliases."""
     return [
         {
             **describe_model(service, Resolved(spec)),
@@ -144,7 +138,7 @@ def _models(service: Service) -> list[dict[str, Any]]:
 
 
 def _describe(number: int, context: RequestContext) -> dict[str, Any]:
-    """Return a request's state without its content: even its path is given as a template."""
+    """Return a request's state without its content; its path is a template."""
     scope, timings = context.scope, context.timings
     jobs: Sequence[Timings] = (timings, *timings.parallel)
     return {
@@ -170,7 +164,6 @@ class Cancelled(TypedDict):
 
 
 async def cancel(service: Service, request: Request) -> Response:
-    """Cancel the request in flight that has this number in the samples."""
     number = request.path_params["number"]
     cancelled = service.in_flight.requests.get(number)
     if cancelled is None:

@@ -1,4 +1,4 @@
-"""POST /v1/embeddings; TEI's /embed and /info."""
+"""/v1/embeddings; /embed and /info as in Text Embeddings Inference (TEI)."""
 
 import asyncio
 from collections.abc import Iterator, Sequence
@@ -24,15 +24,12 @@ R = TypeVar("R", wire.EmbeddingsRequest, wire.InputsRequest)
 
 
 class _Result(NamedTuple, Generic[R]):
-    """A request and its vectors, with the headers for the answer."""
-
     request: R
     embedded: Embedded
     headers: dict[str, str]
 
 
 async def answer(service: Service, request: Request) -> Response:
-    """Answer with a vector for every input."""
     result = await _embedded(service, request, wire.EmbeddingsRequest)
     pieces = wire.write_pieces(
         result.embedded,
@@ -44,7 +41,7 @@ async def answer(service: Service, request: Request) -> Response:
 
 
 async def embed(service: Service, request: Request) -> Response:
-    """Answer as TEI does, with nothing but the vectors."""
+    """Answer as TEI does, with a bare list of vectors."""
     try:
         result = await _embedded(service, request, wire.InputsRequest)
     except GatewayError as error:
@@ -53,7 +50,6 @@ async def embed(service: Service, request: Request) -> Response:
 
 
 async def info(service: Service, request: Request) -> Response:
-    """Describe the model that answers /embed, in TEI's format."""
     _, spec = service.find_spec(None, "embeddings", EmbeddingSpec)
     model = service.models.model(spec)
     limit = model.engine.max_tokens if isinstance(model, EmbeddingBatcher) else None
@@ -96,7 +92,7 @@ async def _embedded(service: Service, request: Request, shape: type[R]) -> _Resu
             check_dimensions(spec, batcher.engine.dimensions, job.dimensions)
             embedded = await batcher.embed(job, arrival)
     number_bytes = wire.NUMBER_BYTES[asked.encoding_format]
-    # The answer's size is counted before it is written: JSON is several times larger than floats.
+    # The answer is counted before it is written, since JSON is several times larger than floats.
     context_of(request).unread.count_answer(embedded.vectors.size * number_bytes)
     headers = ignored_header(parsed.ignored)
     if embedded.truncated:
@@ -105,7 +101,6 @@ async def _embedded(service: Service, request: Request, shape: type[R]) -> _Resu
 
 
 async def _write(request: Request, pieces: Iterator[bytes], headers: dict[str, str]) -> Response:
-    """Write the answer's JSON."""
     body = []
     with time_stage(request, Stage.SERIALIZE):
         for piece in pieces:
@@ -117,7 +112,7 @@ async def _write(request: Request, pieces: Iterator[bytes], headers: dict[str, s
 
 
 def check_dimensions(spec: EmbeddingSpec, native: int, dimensions: int | None) -> None:
-    """Raise BadRequest for `dimensions` that the model's vectors cannot be shortened to."""
+    """Raise BadRequest for `dimensions` that the model's vectors cannot have."""
     if dimensions is None or dimensions == native:
         return
     sizes = () if isinstance(spec.matryoshka, bool) else spec.matryoshka

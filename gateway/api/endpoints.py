@@ -1,4 +1,4 @@
-"""The table of all endpoints. Routing, access, metering, /openapi.json and the docs all read it."""
+"""The table of all endpoints."""
 
 from collections.abc import Iterable
 from functools import partial

@@ -1,5 +1,5 @@
-"""The path of a request for text, the same in every protocol: its jobs run on a leased model, and
-their deltas become one answer, or the events of a stream.
+"""The path of a request for text: its jobs run on a leased model, and their deltas become an answer
+or a stream.
 """
 
 import contextlib
@@ -42,14 +42,11 @@ R = TypeVar("R", bound=WireRequest)
 
 @dataclass(slots=True)
 class _Run:
-    """The jobs of a request while they run, with their usage, deltas and the answer's checker."""
-
-    usage: Usage  # usage of the prompts that have been admitted
-    updates: AsyncIterator[Usage | Delta]  # the usage of later prompts, and all deltas
+    usage: Usage  # usage of the prompts admitted so far
+    updates: AsyncIterator[Usage | Delta]  # usage of later prompts, and all deltas
     checker: AnswerChecker | None = None
 
     async def verdict(self, index: int) -> SchemaVerdict | None:
-        """Return the verdict on a choice that has ended. Raises SchemaViolated if it is BROKEN."""
         if self.checker is None:
             return None
         fit = await self.checker.check(index)
@@ -59,10 +56,6 @@ class _Run:
 
 @dataclass(slots=True)
 class _Attempt:
-    """A whole answer: the deltas of each choice, whether the choice fits its schema, and the parts
-    of the schema that no grammar enforced.
-    """
-
     choices: list[list[Delta]]
     usage: Usage
     fits: list[Fit | None]
@@ -71,7 +64,7 @@ class _Attempt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exchange:
-    """A request for text, its jobs, and the writer of its answer in the request's protocol."""
+    """A request for text, its jobs, and the writer of its answer."""
 
     service: Service
     request: WireRequest
@@ -79,12 +72,11 @@ class Exchange:
     jobs: Sequence[GenerateJob]
     writer: AnswerWriter
     is_streamed: bool
-    is_checked: bool = True  # True: there is one job, whose answer is checked
-    keep: Callable[[], None] = lambda: None  # stores the answer, called before its end is sent
+    is_checked: bool = True  # True: there is one job, and its answer is checked
+    keep: Callable[[], None] = lambda: None  # stores the answer, before the answer's end is sent
     headers: dict[str, str] = field(default_factory=dict)
 
     async def respond(self, request: Request) -> ASGIApp:
-        """Return the answer, whole or as a stream."""
         if not self.is_streamed:
             async with while_connected(request.receive):
                 body = await self._answer_whole()
@@ -100,7 +92,6 @@ class Exchange:
         return await stream.prime(self.service.rules.stream_open_after_s)
 
     async def count_tokens(self, request: Request) -> int:
-        """Return the number of tokens of the prompt, and generate nothing."""
         job = self.jobs[0]
         lease = self.service.lease(self.spec, job.caller, self.request)
         async with while_connected(request.receive), lease as batcher:
@@ -111,7 +102,7 @@ class Exchange:
         answer = await self._generate(self.jobs)
         invalid = choose_retried(job, answer.fits)
         if invalid:
-            # The invalid choices are sent as they are if there is no time or room for a retry.
+            # Without time or memory for a retry, the invalid choices are sent.
             with contextlib.suppress(GatewayError):
                 retry = await self._generate([replace(job, n=len(invalid))])
                 answer.usage = _add_usage(answer.usage, retry.usage)
@@ -130,7 +121,6 @@ class Exchange:
         return orjson.dumps(self.writer.whole(Answer(answer.choices, answer.usage, verdicts)))
 
     async def _generate(self, jobs: Sequence[GenerateJob]) -> _Attempt:
-        """Generate every choice once, and check it."""
         choices: list[list[Delta]] = [[] for job in jobs for _ in range(job.n)]
         async with self._run(jobs) as run:
             usage = run.usage
@@ -144,7 +134,6 @@ class Exchange:
         return _Attempt(choices, usage, fits, run.checker.unenforced)
 
     async def _frames(self) -> AsyncGenerator[bytes, None]:
-        """Yield ACCEPTED and then the frames of events, which begin after the first delta."""
         writer = self.writer
         has_begun = False
         async with self._run(self.jobs) as run:
@@ -154,7 +143,7 @@ class Exchange:
                 usage = _add_usage(usage, update)
                 if isinstance(update, Usage):
                     continue
-                # The first delta tells how much of the prompt was in the cache.
+                # `begin` needs the number of cached tokens, which the first delta has.
                 if not has_begun:
                     has_begun = True
                     for event in writer.begin(usage):
@@ -163,7 +152,7 @@ class Exchange:
                 verdict = await run.verdict(update.index) if is_last else None
                 for event in writer.add(update, verdict):
                     yield self._frame(event)
-        # The response is kept before the end is sent: a client may then continue from it at once.
+        # The response is kept first, because a client may continue from it at once.
         last_events = writer.end(usage)
         self.keep()
         for event in last_events:
@@ -173,7 +162,7 @@ class Exchange:
 
     @contextlib.asynccontextmanager
     async def _run(self, jobs: Sequence[GenerateJob]) -> AsyncIterator[_Run]:
-        """Lease the model, wait until a job is admitted, and set the headers known by then."""
+        """Run the jobs on a leased model, and set the headers known once a job is admitted."""
         async with self.service.lease(self.spec, jobs[0].caller, self.request) as batcher:
             if self.is_checked:
                 async with batcher.generate(jobs[0]) as generation, aclosing(generation.deltas):
@@ -189,7 +178,6 @@ class Exchange:
                     yield _Run(usage, updates)
 
     def _name_ignored_budget(self) -> None:
-        """List the request's thinking budget as ignored, which the loaded model has no use for."""
         name, header = self.request.param_of("thinking_budget"), "x-gateway-ignored"
         names = self.headers.get(header, "").split(",")
         if self.request.thinking_budget is not None and name not in names:
@@ -208,7 +196,7 @@ async def read_exchange(
     *,
     is_large: Callable[[R], bool] = lambda _: False,
 ) -> Exchange:
-    """Read and translate a request. `is_large` returns True if translating it may take long."""
+    """Read and translate a request, on a thread if `is_large` says that translating takes long."""
     body = await service.read_body(request)
     with time_stage(request, Stage.PARSE):
         parsed = await service.take(request, body, shape)
@@ -216,7 +204,7 @@ async def read_exchange(
         if b"image" in body and not service.knows_images(getattr(asked, "model", None)):
             await service.inputs.look()
         exchange = await service.run_on_body(body, translate, asked, is_large=is_large(asked))
-    # Images of earlier, kept responses are not in this body, but take as much memory.
+    # Images of kept responses are not in this body, but take as much memory.
     images = {id(image.data): len(image.data) for job in exchange.jobs for image in job.images}
     context_of(request).body.count(max(len(body), sum(images.values())))
     exchange.headers.update(ignored_header(parsed.ignored))
@@ -226,11 +214,7 @@ async def read_exchange(
 def without_images(
     service: Service, request: Request, spec: ChatSpec, turns: Sequence[P]
 ) -> tuple[Sequence[P], dict[str, str]]:
-    """Return a conversation and a header for its answer. If the model reads no images, and the
-    request or the settings say so, images are left out, and the header has their number.
-
-    Raises BadRequest if the header that the request may have for this is not a boolean.
-    """
+    """Return the conversation, without images if the model reads none and the caller allows it."""
     name = "x-gateway-leave-out-images"
     given = context_of(request).headers.get(name.encode())
     choices = {None: service.rules.leave_out_images, b"true": True, b"false": False}
@@ -243,16 +227,14 @@ def without_images(
 
 
 def default_sampling(spec: ChatSpec) -> Sampling:
-    """Return the model's sampling values; those not in models.yaml are OpenAI's, in `unset`."""
+    """Return the model's sampling values; those not in models.yaml are listed as `unset`."""
     values = spec.sampling.model_dump(exclude={"max_tokens"})
     unset = frozenset(name for name, value in values.items() if value is None)
     return Sampling(**{name: values[name] for name in values.keys() - unset}, unset=unset)
 
 
 def template_args(resolved: Resolved, spec: ChatSpec) -> dict[str, Any]:
-    """Return the chat template's arguments. The alias says whether to think, or else the model, or
-    else the template.
-    """
+    """Return the chat template's arguments; an alias's `thinking` wins over the model's."""
     thinking = spec.thinking
     if resolved.alias is not None and resolved.alias.thinking is not None:
         thinking = resolved.alias.thinking
@@ -262,12 +244,11 @@ def template_args(resolved: Resolved, spec: ChatSpec) -> dict[str, Any]:
 
 
 def thinking_budgets(spec: ChatSpec) -> dict[str, int]:
-    """Return the most tokens of thinking for each effort that is set, and for `default`."""
     return spec.thinking_budget.model_dump(exclude_none=True)
 
 
 def _count_parts(job: GenerateJob, answer: _Attempt) -> int:
-    """Count the parts of an answer: deltas, and logprobs with their alternatives."""
+    """Count deltas and logprobs, which decide how long it takes to write the answer."""
     deltas = sum(map(len, answer.choices))
     if job.logprobs is None:
         return deltas
@@ -278,7 +259,6 @@ def _count_parts(job: GenerateJob, answer: _Attempt) -> int:
 
 
 def _add_usage(usage: Usage, update: Usage | Delta) -> Usage:
-    """Add another prompt's usage, or a delta's tokens."""
     if isinstance(update, Delta):
         prompt_tokens, completion_tokens, image_tokens = 0, update.tokens, 0
     else:
@@ -300,18 +280,12 @@ def _require_fit(fits: Sequence[Fit | None]) -> None:
 
 
 def _verdict_json(fit: Fit | None, unenforced: Sequence[str]) -> SchemaVerdict | None:
-    """Return the verdict to send with a choice; None without a schema, or if all of it holds."""
     if fit is None or (fit is Fit.VALID and not unenforced):
         return None
     return {"unenforced": list(first_names(unenforced)), "schema_valid": fit.is_valid}
 
 
 def _answer_headers(checker: AnswerChecker, params: SequenceParams) -> dict[str, str]:
-    """Return the headers of an answer. They tell of calls or thoughts that may come as text, since
-    the model's format of them is unknown; of answers that come only once they are whole; of parts
-    of the schema that no grammar enforces, as JSON pointers; and of a budget of thinking that
-    leaves no token for the answer.
-    """
     headers = named_header("x-gateway-unenforced", checker.unenforced)
     if params.calls_are_text:
         headers["x-gateway-tool-format"] = "unknown"
@@ -326,9 +300,6 @@ def _answer_headers(checker: AnswerChecker, params: SequenceParams) -> dict[str,
 
 
 def _schema_valid_header(answer: _Attempt) -> dict[str, str]:
-    """Return the header that tells whether all choices fit their schema; empty if there is no
-    schema, or if all fit and grammars enforced the whole schema.
-    """
     verdicts = [fit.is_valid for fit in answer.fits if fit is not None]
     if not verdicts or (all(verdicts) and not answer.unenforced):
         return {}

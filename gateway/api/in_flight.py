@@ -1,6 +1,4 @@
-"""Keeps the contexts of requests in flight, to list, drain and cancel requests, also when a client
-disconnects. Keeps the last errors, and counts the watchers of the dashboard.
-"""
+"""The requests in flight, and the dashboard's watchers."""
 
 import asyncio
 import contextlib
@@ -33,67 +31,62 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-CLIENT_CLOSED = 499  # nginx's status for a client that closed the connection; it is only logged
+CLIENT_CLOSED = 499  # nginx's status for a client that disconnected; it is only logged
 LAST_ERRORS = 50
 MOST_WATCHERS = 4
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class RequestContext:
-    """The state of a request from its first byte to the end of its answer, and its task.
-
-    The outermost middleware stores it in the ASGI scope, and `context_of` reads it from there.
-    """
+    """The state of a request, from its first byte to the end of its answer."""
 
     scope: Scope
-    headers: Mapping[bytes, bytes]  # the first header of each name
+    headers: Mapping[bytes, bytes]  # the first value of each header
     request_id: str
-    is_anthropic: bool  # True: answers and errors have Anthropic's format
-    body: Body  # counts the bytes of the request's body
-    unread: Body  # counts the bytes of the answer that the client has not read
-    # A router's keys for the prefixes of the prompt, which the router stores in the scope.
+    is_anthropic: bool  # True: the answer has Anthropic's format
+    body: Body  # memory of the request's body
+    unread: Body  # memory of the answer that the client has not read
+    # Keys of the prompt's beginnings, which a router stores in the scope.
     routing_keys: RoutingKeys = field(default_factory=RoutingKeys)
     timings: Timings = field(default_factory=Timings)
-    trace: "Trace | None" = None  # None if this path is not traced, or tracing is off
+    trace: "Trace | None" = None
     _task: "asyncio.Task[object] | None" = field(default_factory=asyncio.current_task)
 
-    # The guard sets these before any handler runs, except `rate_headers`, which `Rates` sets.
+    # The guard sets these before any handler runs; `Rates` sets `rate_headers`.
     is_known: bool = False  # True: the caller may list models
-    key_id: str | None = None  # None if no keys are set
+    key_id: str | None = None
     cache_salt: str = ""  # keeps the cached prompts of different keys apart
-    rate_headers: Callable[[], Iterable[tuple[bytes, bytes]]] = tuple  # x-ratelimit-* headers
+    rate_headers: Callable[[], Iterable[tuple[bytes, bytes]]] = tuple
 
-    # These are set while the request is served:
-    asked: float | None = None  # when its deadline began to run, set by Service.caller
-    is_watch: bool = False  # True for the dashboard's samples, which last until the watcher leaves
-    status: int | None = None  # set by the outermost middleware, when the answer begins
-    error: str | None = None  # the error's code, set when an error is sent to the client
-    cancellation: GatewayError | None = None  # the error for the client, set by `cancel`
+    asked: float | None = None  # when the request's time limit began, set by Service.caller
+    is_watch: bool = False  # True: the request is for the dashboard's samples
+    status: int | None = None
+    error: str | None = None  # code of the error that was sent to the client
+    cancellation: GatewayError | None = None
 
     def cancel(self, reason: GatewayError) -> None:
-        """Cancel the request's task, which frees all that it holds, as if its client had left."""
+        """Cancel the request's task, as if the client had disconnected."""
         if self.cancellation is None and self._task is not None:
             self.cancellation = reason
             self._task.cancel()
 
     def uncancel(self) -> None:
-        """Undo the task's cancellation, so that it can send the reason to the client."""
+        """Undo the cancellation, so that the task can send the reason to the client."""
         if self._task is not None:
             self._task.uncancel()
 
 
 def context_of(request: Mapping[str, Any]) -> RequestContext:
-    """Return the context of a request, or of its scope."""
     context: RequestContext = request["gateway"]
     return context
 
 
 class InFlight:
-    """The requests in flight. A drain waits for them and cancels those that remain."""
+    """The requests in flight, and the last errors."""
 
     def __init__(self) -> None:
         self.is_draining = False
-        # Numbers are unique, and request ids may not be, since clients may choose them.
+        # Clients may choose request ids, so only numbers are unique.
         self._numbers = itertools.count(1)
         self._requests: dict[int, RequestContext] = {}
         self._idle = asyncio.Event()
@@ -102,7 +95,6 @@ class InFlight:
 
     @contextlib.contextmanager
     def track(self, context: RequestContext) -> Iterator[None]:
-        """Count a request as in flight inside the `with` block."""
         number = next(self._numbers)
         self._requests[number] = context
         self._idle.clear()
@@ -115,17 +107,14 @@ class InFlight:
 
     @property
     def requests(self) -> Mapping[int, RequestContext]:
-        """Return the requests in flight by their numbers, the oldest first."""
         return dict(self._requests)
 
     @property
     def errors(self) -> Sequence[dict[str, Any]]:
-        """Return the last errors, the newest first."""
         return tuple(reversed(self._errors))
 
     def note_error(self, context: RequestContext, status: int, seconds: float) -> None:
-        """Add an error that was sent to a client to the list of last errors."""
-        # The error's message is left out: it may quote the client's text.
+        # The error's message is left out, since it may quote the client's text.
         self._errors.append(
             {
                 "at": time.time(),
@@ -148,13 +137,12 @@ class InFlight:
         return not self._requests
 
     def cancel(self) -> None:
-        """Cancel all requests in flight, with ShuttingDown as the reason."""
         for context in self.requests.values():
             context.cancel(ShuttingDown())
 
 
 class Watchers:
-    """At most MOST_WATCHERS clients that get a sample each second: admins one, others another."""
+    """At most MOST_WATCHERS clients that get a sample each second."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -162,10 +150,7 @@ class Watchers:
 
     @contextlib.contextmanager
     def place(self, *, is_reserved: bool = False) -> Iterator[None]:
-        """Take one of the places inside the `with` block; the last one only if `is_reserved`.
-
-        Raises TooManyWatchers if no place is free.
-        """
+        """Take a place inside the `with` block, or raise TooManyWatchers."""
         # The last place is kept for admins, so that other watchers cannot lock them out.
         watcher_limit = MOST_WATCHERS if is_reserved else MOST_WATCHERS - 1
         if self.count >= watcher_limit:
@@ -179,7 +164,7 @@ class Watchers:
                 self._samples.clear()
 
     def sample(self, second: int, make: Callable[[bool], bytes], *, is_admin: bool) -> bytes:
-        """Return the sample of this second for admins or for others. The first call makes it."""
+        """Return this second's sample for admins or for others; the first call makes it."""
         sample = self._samples.get(is_admin)
         if sample is None or sample[0] != second:
             sample = self._samples[is_admin] = (second, make(is_admin))
@@ -188,10 +173,7 @@ class Watchers:
 
 @contextlib.asynccontextmanager
 async def while_connected(receive: Receive) -> AsyncIterator[None]:
-    """Cancel the body of the `async with` if the client disconnects.
-
-    Raises ClientDisconnect in that case, in which no answer has to be sent.
-    """
+    """Cancel the `async with` block and raise ClientDisconnect if the client disconnects."""
     task = asyncio.current_task()
     assert task is not None
     is_over = False
@@ -205,8 +187,8 @@ async def while_connected(receive: Receive) -> AsyncIterator[None]:
     try:
         yield
     except asyncio.CancelledError:
-        # The task may also have been cancelled for another reason: that cancellation goes on.
-        if disconnect.done() and task.uncancel() == 0:  # the disconnect was the only reason
+        # If the task was also cancelled for another reason, that cancellation goes on.
+        if disconnect.done() and task.uncancel() == 0:
             raise ClientDisconnect from None
         raise
     finally:
@@ -215,7 +197,7 @@ async def while_connected(receive: Receive) -> AsyncIterator[None]:
 
 
 async def wait_for_disconnect(receive: Receive) -> None:
-    """Wait until the client disconnects. Nothing else may call `receive` meanwhile."""
+    """Wait until the client disconnects; nothing else may call `receive` meanwhile."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -237,9 +219,7 @@ async def cancel(task: asyncio.Task[Any]) -> None:
 
 
 def count_cancelled(timings: Timings) -> None:
-    """Count a request that was cancelled, or whose client left, by the stage it was in. If it has
-    several jobs, the stage is that of the first job that still runs.
-    """
+    """Count a cancelled request by the stage of its first job that still runs."""
     stages = (part.stage for part in (timings, *timings.parallel) if part.stage is not None)
     stage = next(stages, None)
     if timings.model is not None and stage is not None:

@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
 log = logs.get("http")
 
-LEAST_RATE = 128 * 1024  # bytes per second that a client has to read, apart from the send timeout
-PIECE_BYTES = 256 * 1024  # a large body is sent in pieces of this size, each with the send timeout
-ANTHROPIC = "/messages"  # this path and those below it belong to Anthropic's API
-MODELS = "/models"  # this path and those below it belong to both APIs; see `speaks_anthropic`
+LEAST_RATE = 128 * 1024  # bytes per second that a client has to read
+PIECE_BYTES = 256 * 1024  # bytes of each piece of a large body
+ANTHROPIC = "/messages"
+MODELS = "/models"  # a path of both APIs; see `speaks_anthropic`
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,200}")
 
 
@@ -46,16 +46,14 @@ def is_anthropic(path: str) -> bool:
 
 
 def speaks_anthropic(path: str, headers: Mapping[bytes, bytes]) -> bool:
-    """Return True if a request must be answered in Anthropic's format: its path is Anthropic's, or
-    it asks for models with the header `anthropic-version`.
-    """
+    """Return True if a request must be answered in Anthropic's format."""
     bare = path.removeprefix("/v1")
     is_shared = bare == MODELS or bare.startswith(f"{MODELS}/")
     return is_anthropic(path) or (is_shared and b"anthropic-version" in headers)
 
 
 class ErrorResponse(Response):
-    """An error as JSON, in OpenAI's or Anthropic's format, as the request needs it."""
+    """An error as JSON, in OpenAI's or Anthropic's format."""
 
     def __init__(self, error: GatewayError, context: RequestContext) -> None:
         body: object = error.body()
@@ -68,13 +66,12 @@ class ErrorResponse(Response):
         self._error, self._context = error, context
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # The list of the last errors and the trace need the code.
         self._context.error = self._error.code or self._error.type
         await super().__call__(scope, receive, send)
 
 
 def server_timing(timings: Timings) -> str:
-    """Return the Server-Timing header (https://www.w3.org/TR/server-timing/) of stages so far."""
+    """Return the Server-Timing header (https://www.w3.org/TR/server-timing/)."""
     return ", ".join(f"{stage};dur={ms:g}" for stage, ms in timings.milliseconds.items())
 
 
@@ -91,16 +88,13 @@ def timings_log(timings: Timings) -> dict[str, str | int | float]:
 
 
 def record_timings(timings: Timings, route: str) -> None:
-    """Record the stages' durations as metrics, if the request reached a model."""
     if timings.model is not None:
         for stage, seconds in timings.seconds.items():
             metrics.of(metrics.STAGE_SECONDS, timings.model, stage, route).observe(seconds)
 
 
 class Context:
-    """The outermost middleware: it gives every request an id and timings, tracks it as in flight,
-    logs it and, if there is a tracer, traces it.
-    """
+    """The outermost middleware: it gives every request an id and timings, logs it and traces it."""
 
     def __init__(
         self,
@@ -116,7 +110,7 @@ class Context:
         self._bodies = bodies
         self._send_timeout_s = send_timeout_s
         self._tracer = tracer
-        self._log = log.bind()  # binds the processors once, instead of for every line
+        self._log = log.bind()  # binds the processors once, not for every line
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -139,7 +133,6 @@ class Context:
             self._end(context, has_left=has_left)
 
     def _begin(self, scope: Scope) -> RequestContext:
-        """Create a request's context, and begin its trace."""
         scope["method"] = shorten(scope["method"])
         # The first value counts if a header is repeated.
         headers = dict(reversed(scope["headers"]))
@@ -163,7 +156,6 @@ class Context:
         return context
 
     def _end(self, context: RequestContext, *, has_left: bool) -> None:
-        """End the trace of a finished request, count it and log it."""
         scope, timings, sent = context.scope, context.timings, context.status
         seconds = clock.now() - timings.started
         path = getattr(scope.get("route"), "path", None)
@@ -172,7 +164,7 @@ class Context:
         status = CLIENT_CLOSED if has_left or sent is None else int(sent)
         route = path or "none"
         metrics.of(metrics.REQUESTS, route, str(status)).inc()
-        if not context.is_watch:  # the stream of samples lasts until the watcher leaves
+        if not context.is_watch:
             metrics.of(metrics.REQUEST_SECONDS, route).observe(seconds)
         record_timings(timings, route)
         if context.error is not None and path is not None and status != CLIENT_CLOSED:
@@ -188,7 +180,7 @@ class Context:
 
 
 class ErrorMiddleware:
-    """Answers every error that the inner app raises as JSON, unless an answer has begun."""
+    """Answers every error of the inner app as JSON, unless an answer has begun."""
 
     def __init__(self, app: ASGIApp, max_header_bytes: int) -> None:
         self._app = app
@@ -206,8 +198,7 @@ class ErrorMiddleware:
         except ClientDisconnect:
             raise
         except asyncio.CancelledError:
-            # An admin has cancelled the request, or the gateway stops. The client gets the reason
-            # as an error.
+            # If an admin cancelled the request, or the gateway stops, the client gets the reason.
             if context.status is not None or context.cancellation is None:
                 context.error = "cancelled"
                 raise
@@ -231,20 +222,21 @@ class ErrorMiddleware:
 
 
 class _Limit:
-    """Limits the time of each send of an answer, with one timer for all sends. An `asyncio.timeout`
-    for each send would cost half as much as sending a token's event.
+    """Limits the time of each send with one timer for all sends.
+
+    An `asyncio.timeout` for each send would cost half as much as sending a token's event.
     """
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
-        self._task: asyncio.Task[Any] | None = None  # the task that sends now
+        self._task: asyncio.Task[Any] | None = None
         self._cancelling = 0  # `Task.cancelling()` before the send
-        self._due = 0.0  # the deadline, on the loop's clock
+        self._due = 0.0  # deadline on the loop's clock
         self._is_over = False
 
     def of(self, seconds: float) -> "_Limit":
-        """Return `self`, as a context manager that raises TimeoutError after this many seconds."""
+        """Return a context manager that raises TimeoutError after this many seconds."""
         self._due = self._loop.time() + seconds
         if self._timer is None or self._due < self._timer.when():
             self.close()
@@ -264,7 +256,6 @@ class _Limit:
                 raise TimeoutError
 
     def close(self) -> None:
-        """Cancel the timer."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -281,10 +272,7 @@ class _Limit:
 
 
 class _Reply:
-    """Wraps `send`: adds the headers of every answer, and notes its status in the context.
-
-    Raises ClientDisconnect if the client stops reading, or reads too slowly.
-    """
+    """Adds headers to every answer. Raises ClientDisconnect if the client reads too slowly."""
 
     def __init__(
         self, send: Send, context: RequestContext, send_timeout_s: float, *, is_last: bool
@@ -309,7 +297,6 @@ class _Reply:
         await self._send_body(message)
 
     def close(self) -> None:
-        """Cancel the timer."""
         self._limit.close()
 
     def _headers(self) -> Iterator[tuple[bytes, bytes]]:
@@ -317,7 +304,7 @@ class _Reply:
         request_id = context.request_id.encode()
         yield b"x-request-id", request_id
         yield b"server-timing", server_timing(context.timings).encode()
-        if context.is_anthropic:  # the name in Anthropic's API
+        if context.is_anthropic:
             yield b"request-id", request_id
         if context.trace is not None:
             yield context.trace.header
@@ -326,9 +313,7 @@ class _Reply:
             yield b"connection", b"close"
 
     async def _has_room(self, start: Message) -> bool:
-        """Count an answer of known length. If there is no room for it, send an error instead and
-        return False.
-        """
+        """Count an answer of known length; without room, send an error instead and return False."""
         length = int(dict(start["headers"]).get(b"content-length", b"0"))
         # The error is sent here: Starlette handles no exception once an answer has begun.
         try:
@@ -344,8 +329,8 @@ class _Reply:
         for piece in split_body(message):
             began = clock.now()
             self._nbytes += len(piece.get("body", b""))
-            # A limit for each piece is not enough: a client that always reads at the last moment
-            # would hold a large answer in memory for hours.
+            # A limit for each piece is not enough: a client could hold a large answer in memory for
+            # hours.
             late_s = self._send_timeout_s + self._nbytes / LEAST_RATE - self._waited_s
             try:
                 with self._limit.of(min(self._send_timeout_s, late_s)):
@@ -354,7 +339,8 @@ class _Reply:
                 log.warning("client_stopped_reading")
                 raise ClientDisconnect from None
             self._waited_s += clock.now() - began
-            if left > PIECE_BYTES and not message.get("more_body"):  # EventStream counts its own
+            # EventStream counts its own bytes.
+            if left > PIECE_BYTES and not message.get("more_body"):
                 left -= PIECE_BYTES
                 self._context.unread.count(left)
 
@@ -364,9 +350,7 @@ async def _receive_nothing() -> Message:
 
 
 def split_body(message: Message) -> Iterator[Message]:
-    """Yield a message with a large body in pieces. Each is sent with a timeout of its own, which
-    shows whether the client still reads.
-    """
+    """Yield a message in pieces, so that each piece of a large body gets its own timeout."""
     body = message.get("body", b"")
     if len(body) <= PIECE_BYTES:
         yield message

@@ -1,6 +1,4 @@
-"""GET /v1/models and /v1/models/{id}; with the admin key: pull, load, unload, pin, reload, and
-save the prefix cache.
-"""
+"""GET /v1/models and /v1/models/{id}; the endpoints under /admin that change models."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
@@ -27,7 +25,7 @@ from gateway.serving.models.pulls import Pull
 from gateway.wire.anthropic import AnthropicModel, AnthropicModels, model_info, model_page
 from gateway.wire.pulls import PullProgress, PullRequest
 
-PULL_PERIOD_S = 1.0  # seconds between two events of a pull
+PULL_PERIOD_S = 1.0
 STATES = ["unloaded", "loading", "loaded", "failed"]
 
 
@@ -82,9 +80,7 @@ AnyModel = TypeAliasType("AnyModel", Model | AnthropicModel)
 
 
 async def list_models(service: Service, request: Request) -> Response:
-    """Answer with one entry for each id and alias. Anthropic clients get only the chat models, in
-    Anthropic's format.
-    """
+    """Answer with one entry for each id and alias; Anthropic's clients get only chat models."""
     await service.inputs.look()
     catalog = service.served.catalog
     if context_of(request).is_anthropic:
@@ -114,11 +110,7 @@ async def _look(service: Service, resolved: Resolved) -> Model:
 
 
 def describe_model(service: Service, resolved: Resolved) -> Model:
-    """Return one entry of the model list, with OpenAI's fields and the gateway's.
-
-    A value is None if it is unknown, for example if the files were not on disk at the last
-    `service.inputs.look`.
-    """
+    """Return one entry of the model list; a value is None if it is unknown."""
     spec = resolved.spec
     status = service.models.status(spec)
     inputs, max_tokens = service.inputs.of(spec), _max_tokens(service, spec)
@@ -148,7 +140,6 @@ def describe_model(service: Service, resolved: Resolved) -> Model:
 
 
 def _modalities(service: Service, spec: ModelSpec) -> Sequence[str] | None:
-    """Return the kinds of a model's inputs; None if its files are not on this disk."""
     inputs = service.inputs.of(spec)
     if inputs is None or not isinstance(spec, ChatSpec):
         return inputs and inputs.modalities
@@ -156,9 +147,6 @@ def _modalities(service: Service, spec: ModelSpec) -> Sequence[str] | None:
 
 
 def _max_tokens(service: Service, spec: ModelSpec) -> int | None:
-    """Return the maximum input length in tokens: the engine's value if the model is loaded,
-    otherwise the one from its files. An adapter has the value of its base model.
-    """
     inputs = service.inputs.of(spec)
     if isinstance(spec, ChatSpec):
         spec = spec.base_spec or spec
@@ -190,9 +178,9 @@ def _batching(batcher: object) -> Batching | None:
 
 
 async def pull(service: Service, request: Request) -> ASGIApp:
-    """Download a model's files. Answer with progress events or, unstreamed, once all are there.
+    """Download a model's files, and report the progress.
 
-    The download goes on if the client leaves. Another pull of the model then reports its progress.
+    The download goes on if the client leaves.
     """
     parsed = await service.read(await service.read_body(request), PullRequest)
     headers, asked = ignored_header(parsed.ignored), parsed.request
@@ -219,7 +207,7 @@ async def _frames(service: Service, pull: Pull) -> AsyncGenerator[bytes, None]:
 
 
 async def _watch(service: Service, pull: Pull) -> AsyncGenerator[PullProgress, None]:
-    """Yield the progress of a pull until it succeeds. Raises the pull's error if it fails."""
+    """Yield the progress of a pull until it succeeds."""
     while not pull.task.done():
         if service.in_flight.is_draining:  # the next process resumes from the bytes on disk
             raise ShuttingDown
@@ -230,7 +218,6 @@ async def _watch(service: Service, pull: Pull) -> AsyncGenerator[PullProgress, N
 
 
 def describe_pull(service: Service, pull: Pull) -> PullProgress:
-    """Return the progress of a pull under way."""
     completed, total = service.named.pulls.fetched(pull)
     return {
         "object": "pull",
@@ -259,9 +246,7 @@ class SavedPrefixes(TypedDict):
 
 
 async def load(service: Service, request: Request) -> Response:
-    """Load a model as a request would, and describe it. A load that failed before is tried again
-    without waiting for the pause after a failure.
-    """
+    """Load a model as a request would, but without the pause after a failed load."""
     resolved = service.served.catalog.resolve(request.path_params["name"])
     await service.models.load(resolved.spec)
     return reply(await _look(service, resolved))
@@ -276,20 +261,18 @@ async def unload(service: Service, request: Request) -> Response:
 
 
 async def pin(service: Service, request: Request, *, is_pinned: bool) -> Response:
-    """Pin a model, so that it is never evicted, or unpin it, until models.yaml is reloaded."""
+    """Pin or unpin a model until models.yaml is reloaded; a pinned model is not evicted."""
     resolved = service.served.catalog.resolve(request.path_params["name"])
     service.models.pin(resolved.spec, is_pinned=is_pinned)
     return reply(await _look(service, resolved))
 
 
 async def reload(service: Service, request: Request) -> Response:
-    """Reload models.yaml and answer with the changes, or with 400 if the file has errors."""
     async with while_connected(request.receive):
         changes = await service.reload()
     return reply({"object": "reload", **changes.by_kind()})
 
 
 async def save_prefixes(service: Service, request: Request) -> Response:
-    """Save the prefix caches of loaded models; answer with the number of files written."""
     body: SavedPrefixes = {"object": "prefixes", "files": await service.save_prefixes()}
     return reply(body)

@@ -1,6 +1,4 @@
-"""The class `Endpoint`, which says how a path is routed, guarded, metered and described; and the
-document /openapi.json, built from the table of all endpoints and the types in gateway.wire.
-"""
+"""The class `Endpoint`, and the document /openapi.json, which describes all endpoints."""
 
 import re
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -47,7 +45,7 @@ Errors = tuple[type[GatewayError], ...]
 Handler = Callable[[Service, Request], Awaitable[ASGIApp]]
 COMMON_ERRORS: Errors = (HeadTooLarge, GatewayError)
 ACCESS_ERRORS: Errors = (Unauthorized, Forbidden, Unavailable)
-MODEL_ERRORS: Errors = (ModelNotFound, InsufficientMemory)  # errors of loading a model
+MODEL_ERRORS: Errors = (ModelNotFound, InsufficientMemory)
 REQUEST_ERRORS: Errors = (
     *MODEL_ERRORS,
     BadRequest,
@@ -57,13 +55,12 @@ REQUEST_ERRORS: Errors = (
     RateLimited,
     DeadlineExceeded,
 )
-STORED_ERRORS: Errors = (BadRequest, ResponseNotFound)  # errors of stored responses
+STORED_ERRORS: Errors = (BadRequest, ResponseNotFound)
 
 
 class _Number(IntegerConvertor):
-    """A path parameter that `int` can read."""
+    """A path parameter for `int`, which raises ValueError for thousands of digits."""
 
-    # `int` raises ValueError for thousands of digits.
     regex = "[0-9]{1,18}"
 
 
@@ -75,40 +72,36 @@ class Form(NamedTuple):
 
     name: str  # how to recognize such a body, for the docs
     request: type[WireRequest]
-    item: Any  # the type of an item: the answer is a list of these
+    item: Any  # the type of one item of the answer, which is a list
     error: Any
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """One method of one path: its handler, and its description for /openapi.json and the docs."""
+    """One method of one path: its handler, access and description."""
 
-    route: str  # the method and the path, which is served with and without /v1
+    route: str  # method and path; most are served with and without /v1
     handler: Handler
     _: KW_ONLY
     summary: str
     details: str = ""
     also: str | None = None  # a second path, served only as written here
     request: type[WireRequest] | None = None
-    form: Form | None = None  # a second request format
-    answer: Any = None  # the answer's type; None if /openapi.json doesn't describe it
-    texts_error: Any = None  # the type of the errors, if they have TEI's format
-    events: Any = None  # the type of a stream's events
+    form: Form | None = None
+    answer: Any = None  # type of the answer, if /openapi.json describes it
+    texts_error: Any = None  # type of the errors, if they have TEI's format
+    events: Any = None
     content_type: str = "application/json"
-    statuses: tuple[int, ...] = (200,)  # the status codes of success
-    # Errors of this endpoint, in addition to those of every endpoint, of the key check and of
-    # reading a body.
+    statuses: tuple[int, ...] = (200,)
+    # Errors beside the usual ones, which `all_errors` adds.
     errors: Errors = ()
-    is_open: bool = False  # True: no key is needed
-    is_admin: bool = False  # True: the admin key is needed
+    is_open: bool = False  # no key is needed
+    is_admin: bool = False
     is_page: bool = False  # True: part of the dashboard
     operation: str | None = None  # `gen_ai.operation.name` in traces
-    is_traced: bool = True  # False for endpoints that monitors poll: their traces are noise
+    is_traced: bool = True  # False: monitors poll the endpoint, and traces would be noise
 
     def is_served(self, exposure: Exposure) -> bool:
-        """Return True if the settings allow the endpoint: an admin endpoint needs an admin key to
-        be set, and a page needs the dashboard to be on.
-        """
         is_allowed = exposure.has_admin or not self.is_admin
         return is_allowed and (exposure.has_dashboard or not self.is_page)
 
@@ -122,12 +115,10 @@ class Endpoint:
 
     @property
     def is_metered(self) -> bool:
-        """Return True if requests to the endpoint count against the caller's rate limits."""
         return RateLimited in self.all_errors and not self.is_admin
 
     @property
     def is_bare(self) -> bool:
-        """Return True if the path is not served under /v1."""
         return self.is_admin or self.is_page
 
     @property
@@ -136,13 +127,11 @@ class Endpoint:
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """Return every path that the endpoint is served at."""
         versions = (self.path,) if self.is_bare else (self.bare_path, f"/v1{self.bare_path}")
         return versions if self.also is None else (*versions, self.also)
 
     @property
     def all_errors(self) -> Errors:
-        """Return all errors that the endpoint may answer with."""
         errors = [*COMMON_ERRORS]
         if not self.is_open:
             errors += ACCESS_ERRORS
@@ -152,13 +141,11 @@ class Endpoint:
 
     @property
     def requests(self) -> Sequence[type[WireRequest]]:
-        """Return the types of requests that the endpoint takes."""
         requests = (self.request, self.form and self.form.request)
         return [request for request in requests if request is not None]
 
     @property
     def shapes(self) -> Sequence[Any]:
-        """Return the types of the endpoint's answers, events and TEI errors."""
         shapes = [self.answer, self.events, self.texts_error]
         if self.form is not None:
             shapes += [self.form.item, self.form.error]
@@ -168,7 +155,7 @@ class Endpoint:
 SERVERS = [{"url": "/v1"}, {"url": "/", "description": "The same, for base URLs without /v1."}]
 ROOT = [{"url": "/"}]
 PATH_PARAMETER = re.compile(r"{(\w+)(:\w+)?}")
-PATH_TYPES = {":number": "integer"}  # JSON types by Starlette converter; the default is string
+PATH_TYPES = {":number": "integer"}  # JSON types by Starlette's converter; the default is string
 TIMEOUT = {
     "name": "x-gateway-timeout-s",
     "in": "header",
@@ -315,8 +302,7 @@ def schemas(
 ) -> Schemas:
     """Return the schemas of requests, answers and the types inside them, by type name.
 
-    `answers` are TypedDicts and unions of them. `names` are the models' names by kind. If `strict`,
-    the schemas forbid unknown fields.
+    `names` are the models' names by kind.
     """
     request_schemas = _schemas_of(requests)
     for schema in request_schemas.values():
@@ -339,8 +325,7 @@ def _schemas_of(shapes: Sequence[Any]) -> Schemas:
 
 
 def _allow_nulls(schema: Schema) -> None:
-    """Mark every optional field nullable. If unknown fields are refused, allow null for them."""
-    # The API treats null like an absent field.
+    """Allow null for every optional field, because the API treats null like an absent field."""
     if schema.get("additionalProperties") is False:
         schema["additionalProperties"] = _NULL
     for name, field in schema.get("properties", {}).items():
@@ -352,13 +337,11 @@ def _allow_nulls(schema: Schema) -> None:
 
 
 def _pop_constraints(field: Schema) -> Schema:
-    """Remove a field's constraints, but not its annotations, and return them."""
     annotations = ("title", "description", "default")
     return {key: field.pop(key) for key in list(field) if key not in annotations}
 
 
 def _unserved(request: type[WireRequest]) -> Iterator[tuple[str, Schema]]:
-    """Yield the fields that are accepted without effect or refused, each with its schema."""
     for name in sorted(request.harmless):
         yield name, {"description": "Accepted, without effect.", "maxLength": NAME_CHARS}
     for name, reason in request.refused.items():
@@ -367,5 +350,4 @@ def _unserved(request: type[WireRequest]) -> Iterator[tuple[str, Schema]]:
 
 
 def reference(shape: Any) -> Schema:
-    """Return a `$ref` to the schema of a request or an answer."""
     return {"$ref": f"#/components/schemas/{shape.__name__}"}

@@ -38,23 +38,18 @@ class Index(TypedDict):
 
 
 async def index(service: Service, request: Request) -> Response:
-    """Answer a request to the base URL, which agents send to check whether a server is there."""
+    """Answer agents that send a request to the base URL to find the server."""
     body: Index = {"name": "mlx-gateway", "models": "/v1/models", "openapi": "/openapi.json"}
     return reply(body)
 
 
 async def health(service: Service, request: Request) -> Response:
-    """Answer 200 while the lane's thread makes progress, 503 if it is stuck or has died."""
     status = service.health()
     body: Health = {"status": status}
     return reply(body, 200 if status == "ok" else 503)
 
 
 async def ready(service: Service, request: Request) -> Response:
-    """Answer 200 once all preloaded models are loaded, until shutdown or until the lane fails.
-
-    The models' states are only for callers who may list models.
-    """
     status = service.readiness()
     body: Ready = {"status": status}
     if context_of(request).is_known:
@@ -68,7 +63,7 @@ async def metrics(service: Service, request: Request) -> Response:
 
 async def describe(service: Service, endpoints: Sequence[Endpoint]) -> Response:
     served = service.served.catalog, tuple(endpoints), service.exposure, service.rules.strict_fields
-    # Building the document takes a fifth of a second, but only for the first request.
+    # Only the first request builds the document, in a fifth of a second.
     body = await service.pool.run(_document_json, *served, kind="descriptions")
     return Response(body, media_type="application/json")
 

@@ -1,4 +1,4 @@
-"""`Service`, which every handler gets: it reads and checks requests, finds and leases models."""
+"""`Service`, which every handler gets: it reads requests, finds models and leases them."""
 
 import asyncio
 import contextlib
@@ -45,8 +45,7 @@ from gateway.wire.validation import Request as WireRequest
 
 log = logs.get("service")
 
-# A body above the first limit may take milliseconds to parse, so it is parsed on a thread. A body
-# above the second limit may take seconds, so large bodies have a thread of their own.
+# Parsing takes milliseconds above the first limit, and seconds above the second.
 LONG_BYTES = 32_000
 LARGE_BYTES = 1_000_000
 T = TypeVar("T")
@@ -59,7 +58,7 @@ Lease = contextlib.AbstractAsyncContextManager
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """The settings for reading and answering requests. Times are in seconds."""
+    """The settings for reading and answering requests; times are in seconds."""
 
     max_body_bytes: int
     body_timeout_s: float
@@ -80,7 +79,7 @@ class Rules:
 
 
 class Exposure(NamedTuple):
-    """Whether API keys and an admin key are set, and whether the dashboard is served."""
+    """Whether keys are set, and whether the dashboard is served."""
 
     has_keys: bool
     has_admin: bool
@@ -100,7 +99,7 @@ class Service:
     rules: Rules
     responses: ResponseStore
     fingerprint: Callable[[ModelSpec], str]
-    tokenizer: Callable[[ChatSpec], Any]  # reads files from disk, so it is called on a thread
+    tokenizer: Callable[[ChatSpec], Any]  # reads files, so it is called on a thread
     started: int
     health: Callable[[], str]
     readiness: Callable[[], str]
@@ -111,27 +110,22 @@ class Service:
     exposure: Exposure
 
     async def read_body(self, request: Request) -> bytearray:
-        """Read the whole body. Raises as the function `read_body` does."""
         rules, held = self.rules, context_of(request).body
         return await read_body(request, held, rules.max_body_bytes, rules.body_timeout_s)
 
     async def read(self, body: bytearray, shape: type[R]) -> Parsed[R]:
-        """Parse a body and check its fields. Raises as `read_request` does."""
         strict, bounds = self.rules.strict_fields, self.rules.bounds
         parse = partial(read_request, body, shape, strict=strict, bounds=bounds)
         return await self.run_on_body(body, parse)
 
     async def take(self, request: Request, body: bytearray, shape: type[R]) -> Parsed[R]:
-        """Read a request to a model and record it. If it names a model of the hub that may be
-        served but is not yet, begin to download the model.
-        """
+        """Read and record a request; begin to download a model that is not served yet."""
         parsed = await self.read(body, shape)
         await self._note(request, body, parsed.request)
         await self._admit(request, parsed.request)
         return parsed
 
     async def _note(self, request: Request, body: bytearray, asked: WireRequest) -> None:
-        """Record a request in its trace and, if the settings say so, its prompts in the log."""
         trace = context_of(request).trace
         if trace is not None:
             trace.note_request(asked)
@@ -141,10 +135,6 @@ class Service:
             )
 
     async def _admit(self, request: Request, asked: WireRequest) -> None:
-        """Begin to download the model that a request names, if it is on the hub and not served yet.
-
-        Raises as NamedModels.admit does, and DeadlineExceeded.
-        """
         name = getattr(asked, "model", None)
         if name is not None and self.named.is_new(name):
             caller = self.caller(request)
@@ -154,17 +144,14 @@ class Service:
     async def run_on_body(
         self, body: bytearray, work: Callable[[*Ts], T], *args: *Ts, is_large: bool = False
     ) -> T:
-        """Run work on a body, but on a thread if the body is long or the work `is_large`."""
-        # A thread costs more than work on a small body; a large body would block the event loop.
+        """Run work on a body, on a thread if the body is long or the work `is_large`."""
         if len(body) <= LONG_BYTES and not is_large:
             return work(*args)
         kind: Kind = "large bodies" if len(body) > LARGE_BYTES else "bodies"
         return await self.pool.run(work, *args, kind=kind)
 
     def caller(self, request: Request, tier: Tier = Tier.DEFAULT) -> Caller:
-        """Return the request's caller. Its deadline is `x-gateway-timeout-s` seconds, but no more
-        than the setting allows, after the first call for this request.
-        """
+        """Return the request's caller; the deadline counts from the first call for this request."""
         context = context_of(request)
         allowed_s = self._allowed_s(context.headers)
         if context.asked is None:
@@ -194,9 +181,7 @@ class Service:
         return min(seconds, limit)
 
     def knows_images(self, name: str | None) -> bool:
-        """Return True if a chat model's engine, or an earlier look at its files, says whether it
-        reads images. A name of no chat model needs no look.
-        """
+        """Return False if only a look at the files can tell whether a chat model reads images."""
         with contextlib.suppress(GatewayError):
             _, spec = self.chat_spec(name)
             is_loaded = self.models.model(spec.base_spec or spec) is not None
@@ -204,9 +189,7 @@ class Service:
         return True
 
     def reads_images(self, spec: ChatSpec) -> bool:
-        """Return True if a model may read images: the engine of a loaded model tells, or else the
-        files. If they are not on this disk, the model may, and its engine checks once it is loaded.
-        """
+        """Return True if a model reads images, or if that is not known yet."""
         model = self.models.model(spec.base_spec or spec)
         if isinstance(model, GenerationBatcher):
             return model.engine.facts.images is not None
@@ -214,7 +197,7 @@ class Service:
         return inputs is None or "image" in inputs.modalities
 
     def image_reader(self, spec: ChatSpec) -> ImageReader:
-        """Return the reader of one request's images. It refuses all if the model reads none."""
+        """Return the reader of one request's images, which refuses all if the model reads none."""
         if not self.reads_images(spec):
             return ImageReader()
         return ImageReader(ImageLimits(self.rules.max_images, self.rules.max_image_bytes))
@@ -234,9 +217,7 @@ class Service:
 
     @contextlib.asynccontextmanager
     async def lease(self, spec: ModelSpec, caller: Caller, wire: WireRequest) -> AsyncIterator[Any]:
-        """Lease a model. An error about a part of the job is raised with the name of the request's
-        field for that part.
-        """
+        """Lease a model; errors about a part of the job get the name of the request's field."""
         try:
             async with self.models.lease(spec, caller) as model:
                 yield model
@@ -249,16 +230,14 @@ class Service:
     def chat_spec(
         self, name: str | None, wanted: str = "chat completions"
     ) -> tuple[Resolved, ChatSpec]:
-        """Return a chat model and its spec, as `find_spec` does."""
         return self.find_spec(name, wanted, ChatSpec)
 
     def find_spec(
         self, name: str | None, wanted: str, *kinds: type[ModelSpec]
     ) -> tuple[Resolved, Any]:
-        """Return the model with this name, and its spec. Raises BadRequest if the model's kind
-        is not among `kinds`: the message says that it cannot be used for `wanted`.
+        """Return the named model and its spec; without a name, `_at_hand` chooses.
 
-        Without a name, `_at_hand` chooses one.
+        Raises BadRequest if the model's kind is not among `kinds`.
         """
         resolved = self.served.catalog.resolve(name or self._at_hand(*kinds), *kinds)
         if isinstance(resolved.spec, kinds):
@@ -271,9 +250,7 @@ class Service:
         )
 
     def _at_hand(self, *kinds: type[ModelSpec]) -> str:
-        """Return the id of a model of the first kind that has models: of a loaded one, or else of
-        the first one in models.yaml.
-        """
+        """Return the id of a loaded model, or else of the first model in models.yaml."""
         for kind in kinds:
             specs = [spec for spec in self.served.catalog.specs if isinstance(spec, kind)]
             loaded = [spec for spec in specs if self.models.model(spec) is not None]
@@ -284,25 +261,23 @@ class Service:
 
 @contextlib.contextmanager
 def time_stage(request: Request, stage: Stage) -> Iterator[None]:
-    """Add the duration of the `with` block to a stage of the request."""
     started = clock.now()
     yield
     context_of(request).timings.add(stage, started)
 
 
 def ignored_header(ignored: Sequence[str]) -> dict[str, str]:
-    """Return the header that lists the ignored fields; empty if there are none."""
     return named_header("x-gateway-ignored", ignored)
 
 
 def named_header(header: str, names: Sequence[str]) -> dict[str, str]:
-    """Return a header with as many names as fit, percent-encoded; empty if there are no names."""
+    """Return a header with as many names as fit, percent-encoded; empty if there are none."""
     values = [quote(name, safe="[]+") for name in first_names(names)]
     return {header: ",".join(values)} if values else {}
 
 
 def first_names(names: Sequence[str]) -> Sequence[str]:
-    """Return the names that fit into a header, and `…+N` for the N others."""
+    """Return the names that fit into a header, and `…+N` for N left out."""
     sizes = accumulate(map(len, names[:MAX_HEADER_NAMES]))
     count = sum(size <= MAX_HEADER_CHARS for size in sizes)
     if count == len(names):
@@ -316,12 +291,11 @@ MANY_LOGPROBS = 5_000  # writing this many as JSON takes some milliseconds
 def reply(
     body: object, status: int = HTTPStatus.OK, *, headers: Mapping[str, str] | None = None
 ) -> Response:
-    """Return a JSON response."""
     return Response(orjson.dumps(body), status, headers, media_type="application/json")
 
 
 async def serialize(write: Callable[[], bytes], logprobs: int) -> bytes:
-    """Write an answer with this many logprobs; on a thread if it would block the loop for long."""
+    """Write an answer, on a thread if it has many logprobs."""
     if logprobs <= MANY_LOGPROBS:
         return write()
     return await asyncio.to_thread(write)

@@ -21,10 +21,10 @@ R = TypeVar("R", bound=wire.ScoringRequest)
 
 
 async def rerank(service: Service, request: Request) -> Response:
-    """Answer with the documents' scores, best first; in TEI's format if the body has `texts`."""
+    """Answer with the documents' scores, best first, in the format of the request's API."""
     with service.arrivals.expect() as arrival:
         body = await service.read_body(request)
-        # TEI's API has the same path: its body has `texts` instead of `documents`.
+        # TEI's API has the same path, but `texts` instead of `documents`.
         if wire.may_be_texts(body) and await _is_texts(service, request, body):
             try:
                 return await _rerank_texts(service, request, body, arrival)
@@ -53,7 +53,6 @@ async def _rerank_texts(
 
 
 async def score(service: Service, request: Request) -> Response:
-    """Answer with the score of every pair of texts, in order."""
     with service.arrivals.expect() as arrival:
         body = await service.read_body(request)
         result = await _score(service, request, body, wire.ScoreRequest, arrival)
@@ -67,8 +66,6 @@ async def score(service: Service, request: Request) -> Response:
 
 @dataclass(frozen=True, slots=True)
 class _Result(Generic[R]):
-    """A request and its scores, with the model's name and the headers for the answer."""
-
     request: R
     answer: Reranked
     model: str

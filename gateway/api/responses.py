@@ -37,13 +37,11 @@ MAX_JSON_BYTES = 6  # the longest JSON escape of one character
 
 
 async def answer(service: Service, request: Request) -> ASGIApp:
-    """Answer a Responses request, whole or as a stream."""
     exchange = await _read(service, request)
     return await exchange.respond(request)
 
 
 async def count_tokens(service: Service, request: Request) -> Response:
-    """Answer with the number of tokens of a request's prompt."""
     exchange = await _read(service, request)
     tokens = await exchange.count_tokens(request)
     body: wire.InputTokens = {"object": "response.input_tokens", "input_tokens": tokens}
@@ -67,7 +65,6 @@ async def delete(service: Service, request: Request) -> Response:
 
 
 async def list_items(service: Service, request: Request) -> Response:
-    """Answer with a page of the conversation that a stored response answers."""
     context = [
         DumpedItem(item.id, item.body, [image.text for image in item.images])
         for item in _find_stored(service, request).context
@@ -76,7 +73,7 @@ async def list_items(service: Service, request: Request) -> Response:
 
 
 async def cancel(service: Service, request: Request) -> Response:
-    """Refuse: stored responses have ended, and others end when their client disconnects."""
+    """Refuse, since no response is made in the background."""
     _find_stored(service, request)
     raise BadRequest(
         "Only responses created with 'background' can be cancelled, and this gateway has none.",
@@ -90,7 +87,6 @@ def _find_stored(service: Service, request: Request) -> StoredResponse:
 
 
 def _find(service: Service, owner: str | None, response_id: str, param: str) -> StoredResponse:
-    """Return an owner's response. Raises ResponseNotFound, also for another owner's response."""
     stored = service.responses.find(owner, response_id)
     if stored is not None:
         return stored
@@ -140,7 +136,7 @@ def _exchange(service: Service, request: Request, wire_request: wire.ResponsesRe
     context: list[StoredItem] = []
     if is_kept:
         new_items = responses_items.dump_items(items, (item.id for item in earlier))
-        # References may name one image many times.
+        # Many references may name one image, so it is stored once.
         texts = {id(text): text for item in new_items for text in item.images}
         images = {key: StoredImage.of(text) for key, text in texts.items()}
         context = [
@@ -170,12 +166,10 @@ def _exchange(service: Service, request: Request, wire_request: wire.ResponsesRe
 def _conversation(
     service: Service, wire_request: wire.ResponsesRequest, caller: Caller
 ) -> tuple[Sequence[StoredItem], Sequence[AnyItem]]:
-    """Return the previous response's items, and the request's items with references resolved."""
-
     max_bytes = service.rules.max_input_chars * MAX_JSON_BYTES
     nbytes = 0
 
-    # A body of some kilobytes could stand for gigabytes: it may refer to one item many times.
+    # References to one item may repeat, so a small body could stand for gigabytes.
     def find(item_id: str) -> AnyItem | None:
         nonlocal nbytes
         item = service.responses.item(caller.key_id, item_id)

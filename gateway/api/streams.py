@@ -1,4 +1,4 @@
-"""Server-sent events: framing, the first event, keep-alives, and clients that read slowly."""
+"""Server-sent events: framing, the first event, keep-alives, slow clients."""
 
 import asyncio
 import contextlib
@@ -13,19 +13,17 @@ from gateway.errors import GatewayError
 
 log = logs.get("streams")
 
-KEEP_ALIVE_S = 10.0  # the longest silence on an open stream
+KEEP_ALIVE_S = 10.0  # longest silence on an open stream
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # nginx would otherwise buffer the events
+    (b"x-accel-buffering", b"no"),  # stops nginx from buffering the events
 ]
-# A comment line, which every decoder skips. It ends with a single line feed, since some decoders
-# take a blank line after a comment for an empty event.
+# Decoders skip this comment line; some would take a second line feed for an empty event.
 COMMENT = b": keep-alive\n"
 
 
 def frame(data: bytes, name: str = "") -> bytes:
-    """Return one server-sent event, with an `event` field if it has a name."""
     event = b"data: " + data + b"\n\n"
     if name:
         return b"event: " + name.encode() + b"\n" + event
@@ -33,16 +31,14 @@ def frame(data: bytes, name: str = "") -> bytes:
 
 
 DONE = frame(b"[DONE]")
-ACCEPTED = b""  # yielded when the request is admitted, before the first event; it is not sent
+ACCEPTED = b""  # yielded when the request is accepted; it is not sent
 
 
 class EventStream:
     """An ASGI response of server-sent events.
 
-    The 200 is sent with the first event, but no later than `open_after_s` seconds after the request
-    is accepted. An error before the 200 is raised by `prime` and gets a real status; a later error
-    becomes an event, written by `write_error`. `keep_alive` is sent when the stream has been silent
-    for a while. The generator `events` is closed however the answer ends.
+    The 200 is sent with the first event, or `open_after_s` after the request was accepted. `prime`
+    raises an earlier error; `write_error` turns a later one into an event.
     """
 
     def __init__(
@@ -57,11 +53,11 @@ class EventStream:
         self._headers = headers
         self._write_error = write_error
         self._keep_alive_frame = keep_alive
-        # Events are buffered as fast as they are generated. A slow reader thus holds the memory of
-        # its answer, which is counted with all bodies, but neither a sequence nor a lease.
+        # Events are buffered as fast as they are made, so a slow reader holds no sequence and no
+        # lease.
         self._buffer: list[bytes] = []
         self._context = context_of(request)
-        self._nbytes = 0  # bytes in the buffer
+        self._nbytes = 0
         self._sent = 0
         self._accepted = asyncio.Event()
         self._changed = asyncio.Event()
@@ -69,9 +65,7 @@ class EventStream:
         self._producer = asyncio.ensure_future(self._produce(events))
 
     async def prime(self, open_after_s: float) -> "EventStream":
-        """Wait for the first event, or for `open_after_s`. Raises the generator's error if it fails
-        before its first event.
-        """
+        """Wait for the first event, for at most `open_after_s` seconds."""
         try:
             await self._until(self._accepted, None)
             await self._until(self._changed, open_after_s)
@@ -92,7 +86,7 @@ class EventStream:
             if cancellation is None:
                 raise
             self._context.uncancel()
-            await self._close()  # frees everything first, since the client may read slowly
+            await self._close()  # frees all memory first, since the client may read slowly
             await self._send_error(cancellation, send)
         finally:
             await self._close()
@@ -122,7 +116,7 @@ class EventStream:
             self._changed.set()
 
     def _hold(self, nbytes: int) -> None:
-        """Count bytes added to the buffer, or taken if below 0. Raises Unavailable without room."""
+        """Count bytes added to the buffer, or taken if below 0."""
         self._nbytes += nbytes
         self._context.unread.count(self._nbytes)
 
@@ -150,14 +144,12 @@ class EventStream:
             await send(_body(b"", more=False))
 
     async def _send_error(self, error: GatewayError, send: Send) -> None:
-        """End the stream with an error event, and store its code for the list of last errors."""
         self._context.error = error.code or error.type
         await send(_body(self._write_error(error), more=True))
         await send(_body(b"", more=False))
 
     async def _keep_alive(self) -> None:
-        """Buffer a keep-alive whenever nothing has been sent for a while."""
-        # The stream has one timer: a timer for each token would cost as much as sending the token.
+        # A timer for each token would cost as much as sending the token.
         while True:
             sent = self._sent
             await asyncio.sleep(KEEP_ALIVE_S / 2)
@@ -176,7 +168,7 @@ class EventStream:
         await cancel(self._disconnect)
         await cancel(self._producer)
         if not self._producer.cancelled():
-            self._producer.exception()  # retrieves an error, which asyncio would log otherwise
+            self._producer.exception()  # asyncio would log an error that nobody retrieves
 
 
 def _body(data: bytes, *, more: bool) -> Message:

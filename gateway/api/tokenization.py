@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, GET /tokenizer_info: tokens of a chat model, which is not run."""
+"""/tokenize, /detokenize and /tokenizer_info for chat models."""
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -23,7 +23,6 @@ T = TypeVar("T")
 
 
 async def tokenize(service: Service, request: Request) -> Response:
-    """Answer with the token ids of a prompt, or of a conversation in the model's chat template."""
     body = await service.read_body(request)
     with time_stage(request, Stage.PARSE):
         parsed = await service.take(request, body, wire.TokenizeRequest)
@@ -56,7 +55,6 @@ async def tokenize(service: Service, request: Request) -> Response:
 
 
 async def detokenize(service: Service, request: Request) -> Response:
-    """Answer with the text of token ids."""
     body = await service.read_body(request)
     with time_stage(request, Stage.PARSE):
         parsed = await service.take(request, body, wire.DetokenizeRequest)
@@ -77,8 +75,9 @@ async def detokenize(service: Service, request: Request) -> Response:
 
 
 async def info(service: Service, request: Request) -> Response:
-    """Answer with a model's special tokens and chat template. No model is loaded for this, since
-    any link in a web page can send this request.
+    """Answer with a model's special tokens and chat template.
+
+    No model is loaded, since a link in any web page can send this request.
     """
     _, spec = service.chat_spec(request.query_params.get("model"), "tokenizing")
     caller = service.caller(request)
@@ -103,8 +102,6 @@ async def info(service: Service, request: Request) -> Response:
 async def _leased(
     service: Service, request: Request, spec: ChatSpec, asked: WireRequest
 ) -> AsyncIterator[GenerationBatcher]:
-    """Lease a chat model as long as the client is connected."""
-    # An adapter has the tokens of its base model, so only the base is loaded.
     caller = service.caller(request)
     lease = service.lease(spec.base_spec or spec, caller, asked)
     async with while_connected(request.receive), lease as batcher:

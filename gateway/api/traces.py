@@ -1,7 +1,6 @@
-"""Traces of requests, sent by OTLP/HTTP: a SERVER span for each, with a child span for each stage.
+"""Traces of requests, sent by OTLP/HTTP: a span for each request and each of its stages.
 
-This module needs OpenTelemetry's SDK (the extra `otel`), so it is imported only if traces have a
-destination. Spans contain no prompt, answer, tool or stop string.
+This module needs the extra `otel`. Spans contain no prompt, answer, tool or stop string.
 """
 
 import logging
@@ -39,14 +38,13 @@ from gateway.wire.validation import Request as WireRequest
 
 log = logs.get("traces")
 
-# Attributes have OpenTelemetry's names. The HTTP names are from its conventions 1.41.1
-# (https://github.com/open-telemetry/semantic-conventions/blob/v1.41.1/docs/http/http-spans.md). The
-# GenAI names have no release yet, and are from docs/gen-ai/gen-ai-spans.md at commit 002c8a6 of
-# https://github.com/open-telemetry/semantic-conventions-genai. GenAI's attributes for prompts and
-# answers are never set.
-PROVIDER = "mlx_gateway"  # GenAI's conventions have no value for MLX, and allow custom ones
-CLIENT_DISCONNECTED = "client_disconnected"  # a value of `error.type`
-QUIET_S = 60.0  # seconds between two warnings of the SDK from the same line
+# The attribute names are from the HTTP conventions 1.41.1
+# (https://github.com/open-telemetry/semantic-conventions/blob/v1.41.1/docs/http/http-spans.md) and
+# from docs/gen-ai/gen-ai-spans.md at commit 002c8a6 of
+# https://github.com/open-telemetry/semantic-conventions-genai.
+PROVIDER = "mlx_gateway"  # a custom value, since the conventions have none for MLX
+CLIENT_DISCONNECTED = "client_disconnected"
+QUIET_S = 60.0
 METHODS = frozenset(
     {"CONNECT", "DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT", "QUERY", "TRACE"}
 )
@@ -54,10 +52,9 @@ _NS = 1_000_000_000
 
 
 class Tracer:
-    """Starts a trace for each request. A thread sends the spans between `open` and `close`.
+    """Starts a trace for each request; the SDK reads its settings from OTEL_* variables.
 
-    The SDK reads the destination, the service's name and the sampled share of requests from OTEL_*
-    variables. `operations` maps routes to GenAI's operation names. `untraced` paths get no trace.
+    `operations` maps routes to GenAI's operation names.
     """
 
     def __init__(self, operations: Mapping[str, str], untraced: Collection[str]) -> None:
@@ -72,14 +69,13 @@ class Tracer:
         self._log_handler = _LogHandler()
 
     def open(self) -> None:
-        """Begin to send spans."""
         logger = logging.getLogger("opentelemetry")
         logger.addHandler(self._log_handler)
         logger.propagate = False
         self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
 
     def close(self) -> None:
-        """Send the remaining spans. This blocks until the collector has answered."""
+        """Send the remaining spans, and wait until the collector answers."""
         try:
             self._provider.shutdown()
         finally:
@@ -88,7 +84,7 @@ class Tracer:
     def begin(
         self, scope: Scope, headers: Mapping[bytes, bytes], request_id: str, timings: Timings
     ) -> "Trace | None":
-        """Start a request's trace; it continues the client's trace if `traceparent` names one."""
+        """Start a request's trace, as a part of the client's trace if `traceparent` names one."""
         if scope["path"] in self._untraced:
             return None
         carrier = {
@@ -130,7 +126,7 @@ def _http_attributes(
 
 
 class Trace:
-    """One request's span, from the request's headers to the end of its answer."""
+    """One request's span, from its headers to the end of its answer."""
 
     __slots__ = ("_name", "_operations", "_span", "_started_ns", "_timings", "_tracer")
 
@@ -156,9 +152,8 @@ class Trace:
 
     @property
     def header(self) -> tuple[bytes, bytes]:
-        """Return the answer's header that tells the client the trace's id."""
-        # Its value has the format of `traceparent`, which is only for requests. `traceresponse` is
-        # a draft: https://w3c.github.io/trace-context/#traceresponse-header.
+        # `traceresponse` has the format of `traceparent`, and is a draft:
+        # https://w3c.github.io/trace-context/#traceresponse-header.
         context = self._span.get_span_context()
         span_id = format_span_id(context.span_id)
         value = f"00-{self.trace_id}-{span_id}-{context.trace_flags:02x}"
@@ -180,9 +175,7 @@ class Trace:
         *,
         has_left: bool,
     ) -> None:
-        """End the span and add its children. `status` is the status that was sent, `error` the code
-        of the error, each None if there is none; `has_left` is True if the client had left.
-        """
+        """End the span and add its children; `error` is the code of the error."""
         span, timings = self._span, self._timings
         if not span.is_recording():
             return
@@ -206,8 +199,6 @@ class Trace:
         if operation is not None:
             span.set_attributes(_gen_ai_attributes(operation, timings))
         self._add_stages(ended_ns, error)
-        # The span goes to a queue. If no collector takes spans, the queue fills, and the oldest
-        # spans are dropped.
         span.end(ended_ns)
 
     def _add_stages(self, ended_ns: int, error: str | None) -> None:
@@ -217,13 +208,13 @@ class Trace:
             last_ns = self._wall_ns(ended)
             self._tracer.start_span(last, context, start_time=self._wall_ns(started)).end(last_ns)
         if error is not None and timings.stage is not None and timings.stage != last:
-            # The request ended early during this stage, which therefore has not been timed.
+            # The stage in which the request ended has no interval yet.
             child = self._tracer.start_span(timings.stage, context, start_time=last_ns)
             child.set_attribute("error.type", error)
             child.end(ended_ns)
 
     def _wall_ns(self, reading: float) -> int:
-        """Convert a reading of the monotonic clock to wall-clock time, in nanoseconds."""
+        """Convert a reading of the monotonic clock to wall-clock nanoseconds."""
         return self._started_ns + round((reading - self._timings.started) * _NS)
 
 
@@ -237,7 +228,7 @@ def _gen_ai_attributes(operation: str, timings: Timings) -> dict[str, Any]:
     jobs = (timings, *timings.parallel)
     attributes["gen_ai.response.model"] = timings.model
     attributes["gen_ai.usage.input_tokens"] = sum(job.tokens_in for job in jobs)
-    # These values are empty for a request that ended early, and for embeddings.
+    # These are empty for embeddings and for a request that ended early.
     values = {
         "gen_ai.usage.output_tokens": sum(job.tokens_out for job in jobs),
         "gen_ai.response.finish_reasons": [reason for job in jobs for reason in job.finish_reasons],
@@ -247,7 +238,7 @@ def _gen_ai_attributes(operation: str, timings: Timings) -> dict[str, Any]:
 
 
 class _LogHandler(logging.Handler):
-    """Writes the SDK's warnings to the gateway's log, each at most once in QUIET_S seconds."""
+    """Writes the SDK's warnings to the log, each at most once in QUIET_S seconds."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)

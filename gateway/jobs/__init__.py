@@ -1,12 +1,11 @@
-"""The objects that floors pass to one another: jobs go down, vectors and deltas come up.
-
-The caller of a job is defined here; the other objects have a module for each subject:
+"""The objects that layers pass to one another: jobs go down, vectors and deltas come up.
 
 embed   texts → vectors
 rerank  documents → scores
 chat    conversations → deltas
 images  the images of a conversation
 steps   one choice of a chat job; the plan of an engine's step, and its result
+
 """
 
 import itertools
@@ -34,15 +33,16 @@ class Tier(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RoutingKeys:
-    """A router's keys for the beginnings of a conversation, the shortest first. Each beginning is
-    longer than the one before by the same length. Only the prefix cache uses the keys.
+    """A router's keys for beginnings of a conversation, the shortest first.
+
+    The lengths of the beginnings are multiples of the shortest length.
     """
 
     keys: Sequence[bytes] = ()
     share: float = 0.0  # the part of the conversation that the longest beginning covers
 
     def ends(self, tokens: int) -> Sequence[tuple[int, bytes]]:
-        """Return each beginning's estimated end in a prompt of this many tokens, and its key."""
+        """Estimate the token at which each beginning ends, and return it with the key."""
         step = self.share * tokens / max(1, len(self.keys))
         return [(round(step * i), key) for i, key in enumerate(self.keys, 1)]
 
@@ -53,10 +53,10 @@ class Caller:
 
     request_id: str
     deadline: float  # a reading of the monotonic clock
-    allowed_s: float  # seconds from the request's beginning to the deadline
+    allowed_s: float  # seconds from the request's start to the deadline
     tier: Tier = Tier.DEFAULT
     key_id: str | None = None
     cache_salt: str = ""  # only callers with the same salt share cached texts (vLLM's name)
     timings: Timings = field(default_factory=Timings)
-    number: int = field(default_factory=itertools.count(1).__next__)  # unique, unlike ids
+    number: int = field(default_factory=itertools.count(1).__next__)  # unique, unlike request_id
     routing_keys: RoutingKeys = RoutingKeys()

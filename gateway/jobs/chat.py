@@ -1,4 +1,4 @@
-"""Jobs of chat models, and their answers as they come."""
+"""Jobs of chat models, and the parts of their answers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,26 +12,25 @@ FinishReason: TypeAlias = Literal["stop", "length", "tool_calls"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How the next token is chosen. Fields that OpenAI lacks follow vLLM."""
+    """How the next token is chosen; fields that OpenAI lacks follow vLLM."""
 
-    temperature: float = 1.0  # 0 is greedy
+    temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0  # 0 means all
     min_p: float = 0.0
-    # These two and the bias are added to the logits before the temperature. They count tokens of
-    # the answer alone.
+    # OpenAI's two penalties count tokens of the answer, and apply before the temperature.
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     # Divides positive logits of the prompt's and the answer's tokens, and multiplies negative ones.
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int | None = None
-    # Nothing but its grammar ends an answer with fewer tokens.
+    # Only a grammar may end an answer with fewer tokens.
     min_tokens: int = 0
-    # True: only `stop_token_ids` end the answer, not the model's own ends.
+    # True: `stop_token_ids` end the answer, but the model's own end tokens do not.
     ignore_eos: bool = False
     stop_token_ids: frozenset[int] = frozenset()
-    # Fields that the request leaves unset: the model's own files may set them.
+    # Fields that the request does not set; the model's files may set them.
     unset: frozenset[str] = frozenset()
 
 
@@ -40,7 +39,7 @@ class SchemaRule:
     """A JSON Schema within a grammar of calls, and the `rule` that enforces it."""
 
     rule: str
-    function: str  # the owner of the parameters; empty for an answer instead of calls
+    function: str  # the function whose arguments the schema describes; empty for a plain answer
     schema: str
     strict: bool
 
@@ -49,19 +48,15 @@ class SchemaRule:
 class Grammar:
     """The form that an answer must have.
 
-    json_schema: a JSON Schema. regex: a regular expression for the whole answer. choice: a JSON
-    array of strings, one of which is the answer. grammar: a context-free grammar in Lark's form.
-    calls: the same form, made by the gateway.
+    The source of a `choice` is a JSON array of strings; `grammar` and `calls` are in Lark's form.
     """
 
     kind: Literal["json_schema", "regex", "choice", "grammar", "calls"]
-    source: str  # canonical text: equal sources compile once
-    # True: the JSON Schema is enforced whole or refused, and an answer that violates it is an
-    # error. False: keywords that no grammar can enforce are checked afterwards.
+    source: str  # canonical text, so that equal grammars compile once
+    # True: a schema is refused unless it can be enforced whole. False: the answer is checked.
     strict: bool = False
-    # The caller's own schemas in a grammar of calls, for rules that the source lacks.
     schemas: tuple[SchemaRule, ...] = ()
-    # True: an answer that violates the schema is an error, though the schema is not strict.
+    # True: an answer that violates the schema is an error, as with `strict`.
     must_fit: bool = False
 
 
@@ -71,12 +66,12 @@ class Compiled(Protocol):
 
     @property
     def unenforced(self) -> tuple[str, ...]:
-        """Return JSON pointers to the parts of its schema that it does not enforce."""
+        """Return JSON pointers to the parts of the schema that are not enforced."""
 
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A function the model may call. `parameters` is the JSON Schema of its arguments."""
+    """A function that the model may call, with the JSON Schema of its arguments."""
 
     name: str
     parameters: Mapping[str, Any]
@@ -88,8 +83,7 @@ class Calling:
     """The functions that may be called."""
 
     functions: Sequence[Function]
-    # True: one of them must be called, and its schema is enforced. The schema of a free call is
-    # enforced only if it is strict.
+    # True: the answer must be a call, and schemas are enforced even if they are not strict.
     forced: bool = False
     parallel: bool = True
 
@@ -98,14 +92,14 @@ class Calling:
 class Adapter:
     """A LoRA adapter of a loaded model."""
 
-    number: int  # its number among the adapters of its base
-    model: str  # the model that it is served as
-    nbytes: int = 0  # bytes that it has added
+    number: int
+    model: str  # the id that it is served under
+    nbytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """Number `number` of a request's questions: its text, and the answers that are judged."""
+    """A question, and the labels to judge as answers."""
 
     number: int
     text: str
@@ -118,45 +112,44 @@ class GenerateJob:
 
     caller: Caller
     messages: Sequence[Mapping[str, Any]] = ()  # the turns, as the chat template reads them
-    prompt: str | TokenIds | None = None  # instead of messages; it takes no template
+    prompt: str | TokenIds | None = None  # used instead of messages, without a template
     sampling: Sampling
     max_tokens: int | None = None  # None: the rest of the context
     stop: Sequence[str] = ()
     n: int = 1
-    tools: Sequence[Mapping[str, Any]] = ()  # the tools, as the chat template reads them
+    tools: Sequence[Mapping[str, Any]] = ()
     calling: Calling | None = None
     template_args: Mapping[str, Any] = field(default_factory=dict)
     grammar: Grammar | None = None
-    # The likeliest alternatives to return with each token's logprob; None: no logprobs.
+    # The number of alternatives to return with each token's logprob; None: no logprobs.
     logprobs: int | None = None
-    # The last message is the beginning of the answer.
+    # True: the last message is the beginning of the answer.
     continues: bool = False
-    # The most tokens of thinking, which is then ended; None: the model ends it.
+    # The most tokens of thinking; None: no limit.
     thinking_budget: int | None = None
-    # True: the prompt is returned, with its logprobs if requested; `max_tokens` may then be 0.
+    # True: the prompt is returned too; `max_tokens` may then be 0.
     echo: bool = False
-    # Questions replace the answer: each question's text completes the last message, and its labels
-    # are judged.
+    # Questions to judge instead of generating text; each is appended to the last message.
     questions: Sequence[Question] = ()
     adapter: Adapter | None = None
-    images: Sequence[ImageInput] = ()  # the texts of the turns have their words
+    images: Sequence[ImageInput] = ()  # each has a `word` that marks its place in a turn
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens read and written by one job, all its choices together."""
+    """The token counts of one job, summed over its choices."""
 
     prompt_tokens: int
     completion_tokens: int = 0
-    cached_tokens: int = 0  # prompt tokens not read again
-    reasoning_tokens: int = 0  # completion tokens of reasoning
-    kept_tokens: int = 0  # prompt tokens new in the prefix cache: whole blocks
-    image_tokens: int = 0  # prompt tokens that stand for images
+    cached_tokens: int = 0  # prompt tokens from the prefix cache
+    reasoning_tokens: int = 0
+    kept_tokens: int = 0  # prompt tokens added to the prefix cache
+    image_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Likelihood:
-    """A chosen token or an alternative: its text, its bytes, its logprob (natural)."""
+    """A token and its natural logprob."""
 
     token: str
     bytes: bytes
@@ -165,7 +158,7 @@ class Likelihood:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """A token of the answer, and the likeliest alternatives to it, likeliest first."""
+    """A token of the answer, and its alternatives, likeliest first."""
 
     chosen: Likelihood
     top: Sequence[Likelihood] = ()
@@ -173,7 +166,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class EchoedPrompt:
-    """An echoed prompt: each token's text and, if requested, the logprobs of all but the first."""
+    """The tokens of an echoed prompt; `logprobs` leaves out the first token."""
 
     texts: Sequence[str]
     logprobs: Sequence[TokenLogprob] = ()
@@ -181,16 +174,16 @@ class EchoedPrompt:
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """The logprobs (natural) of one step into a question's labels."""
+    """The natural logprobs of one step into a question's labels."""
 
     question: int
-    # Pairs of a label's place and a logprob; the label's own is the sum over its steps.
+    # Pairs of a label's index and a logprob; a label's logprob is the sum over its steps.
     logprobs: Sequence[tuple[int, float]]
 
 
 @dataclass(frozen=True, slots=True)
 class CallDelta:
-    """A piece of call number `index` of a choice; the first one has its id and name."""
+    """A piece of a call; the first piece has the call's id and name."""
 
     index: int
     id: str | None = None
@@ -200,9 +193,12 @@ class CallDelta:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """The part of an answer that a pass made certain. `finish_reason` or `error` ends it."""
+    """The next part of a choice.
 
-    index: int  # the choice's index in its job
+    The first delta counts the prompt's tokens; the last one has a `finish_reason` or an `error`.
+    """
+
+    index: int
     text: str = ""
     tokens: int = 0
     finish_reason: FinishReason | None = None
@@ -210,15 +206,16 @@ class Delta:
     call: CallDelta | None = None
     logprobs: Sequence[TokenLogprob] = ()
     reasoning_tokens: int = 0
-    cached_tokens: int = 0  # prompt tokens not read again: in the first delta
-    kept_tokens: int = 0  # prompt tokens new in the prefix cache: in the first delta
-    unkept_tokens: int = 0  # prompt tokens without room in the prefix cache: in the first delta
-    stop: str | None = None  # the stop string that ended it: in the last delta
-    prompt: EchoedPrompt | None = None  # the echoed prompt, if any: in the first delta
-    judgement: Judgement | None = None  # result of a step into a question's labels: the only delta
-    id: int = 0  # the sequence's id
+    cached_tokens: int = 0
+    kept_tokens: int = 0
+    unkept_tokens: int = 0  # prompt tokens without room in the prefix cache
+    stop: str | None = None  # the stop string that ended the answer
+    prompt: EchoedPrompt | None = None
+    judgement: Judgement | None = None  # the result of a LabelStep
+    id: int = 0
     error: str | None = None
-    is_out_of_memory: bool = False  # True: the device had no memory
+    is_out_of_memory: bool = False
 
 
-Reading: TypeAlias = tuple[Sequence[Delta], tuple[str, str] | None]  # an event to log, its reason
+# Deltas, and an event to log with its reason.
+Reading: TypeAlias = tuple[Sequence[Delta], tuple[str, str] | None]

@@ -13,9 +13,9 @@ class EmbedJob:
     caller: Caller
     texts: Sequence[str] = ()
     token_rows: Sequence[TokenIds] = ()
-    # True: inputs that are too long are cut, as in sentence-transformers. False: they are refused.
+    # True: inputs that are too long are cut. False: they are refused.
     truncate: bool = False
-    # The vectors of a Matryoshka model are shortened to this size.
+    # A Matryoshka model's vectors are shortened to this size.
     dimensions: int | None = None
     prompt_name: str | None = None
 

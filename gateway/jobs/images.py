@@ -1,4 +1,4 @@
-"""The images of a conversation: as its caller sent them, and as they stand in a prompt."""
+"""Images: as a caller sends them, and as spans of a prompt."""
 
 from dataclasses import dataclass, field
 from typing import Final, Literal, TypeAlias
@@ -10,23 +10,23 @@ Detail: TypeAlias = Literal["low", "auto", "high"]
 
 @dataclass(frozen=True, slots=True)
 class ImageInput:
-    """An image in a conversation: a file's content, which nobody has decoded yet."""
+    """An image file in a conversation, not decoded yet."""
 
     data: bytes = field(repr=False)
     word: str  # stands for the image in the text of its turn
-    place: str  # its place in the request, such as `messages[3].content[1]`
-    kind: str  # the type of its part, by the API's own name
+    place: str  # path in the request, such as `messages[3].content[1]`
+    kind: str  # the part's type in the API, such as `image_url`
     detail: Detail = "auto"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ImageSpan:
-    """An image in a prompt: the tokens that stand for it, and its pixels."""
+    """An image in a prompt, as a range of tokens and as pixels."""
 
-    start: int  # the index of its first token
+    start: int
     end: int
-    key: bytes  # a digest of its pixels
-    grid: tuple[int, int]  # rows and columns of patches
+    key: bytes  # digest of the pixels
+    grid: tuple[int, int]  # rows and columns, in patches
     pixels: bytes = field(repr=False)  # uint8, (rows of pixels, columns, red green blue)
 
     @property
@@ -34,16 +34,16 @@ class ImageSpan:
         return self.end - self.start
 
 
-# Ids from here on are of no vocabulary: each stands for the content of an image.
+# Token ids from here on are in no vocabulary: each stands for the content of an image.
 FIRST_IMAGE_ID: Final = 1 << 40
 
 
 class ImageRefused(BadRequest):
-    """An image for a model that reads text. `place` is its place in the request."""
+    """The model reads only text, and the request has an image."""
 
     def __init__(self, kind: str, place: str, param: str) -> None:
-        # "Could not process image" are the words of Anthropic's own API: Claude Code reads them,
-        # takes the image out of its session and asks again.
+        # Claude Code looks for Anthropic's words "Could not process image", then sends the request
+        # again without the image.
         super().__init__(
             f"Invalid '{place}': Could not process image of type '{kind}': this model reads text. "
             "Send text, or ask a model that reads images. With GATEWAY_LEAVE_OUT_IMAGES=true, or "

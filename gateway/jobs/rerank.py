@@ -15,8 +15,7 @@ class Pair:
 
     ids: TokenIds
     second: int  # the index at which the document begins
-    # The number of tokens cut off the document's end. A long document may have lost more, because
-    # it is not encoded whole.
+    # Tokens cut off the document's end; more are missing if the document was not encoded whole.
     cut: int = 0
 
     def __len__(self) -> int:
@@ -31,21 +30,21 @@ class RerankJob:
     documents: Sequence[str]
     query: str = ""
     queries: Sequence[str] = ()  # one for each document, instead of `query`
-    max_tokens_per_doc: int | None = None  # the length that documents are cut to
-    # True: documents are also cut to the model's limit. False: longer ones are refused.
+    max_tokens_per_doc: int | None = None  # documents are cut to this length
+    # True: documents are cut to the model's limit. False: longer documents are refused.
     truncate: bool = True
-    # True: a score is the model's own, not one between 0 and 1.
+    # True: scores are the model's raw values. False: they are between 0 and 1.
     is_raw: bool = False
-    # The prompt to use with an embedding model that has none for queries or for documents.
+    # The prompt to use if an embedding model names none for queries or documents.
     prompt_name: str | None = None
-    instruction: str | None = None  # used by models whose prompt has one
+    instruction: str | None = None  # used only by models that take an instruction
 
 
 @dataclass(frozen=True, slots=True)
 class Reranked:
     """The answer to a `RerankJob`."""
 
-    # The shape is (documents,), in their order. In float32, the best scores would be equal.
+    # Shape (documents,), in their order. In float32, the best scores would be equal.
     scores: npt.NDArray[np.float64]
     prompt_tokens: int
     truncated: int  # texts that were cut

@@ -12,20 +12,20 @@ from gateway.jobs.images import ImageSpan
 
 Drafter: TypeAlias = Literal["prompt_lookup", "draft_model"]
 DRAFTERS: Sequence[Drafter] = get_args(Drafter)
-Verified: TypeAlias = Literal["transformers", "mlx-lm", "no"]  # the reference for answers
+# The library that answers were compared with.
+Verified: TypeAlias = Literal["transformers", "mlx-lm", "no"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PrefixPiece:
-    """Consecutive blocks of a prompt in the prefix cache, as many as one prefix file holds."""
+    """Consecutive blocks of a prompt that one prefix file holds."""
 
-    salt: str  # the salt of the callers who may continue from it
+    salt: str
     own: TokenIds
-    before: "PrefixPiece | None" = None  # the piece before this one
+    before: "PrefixPiece | None" = None
 
     @property
     def tokens(self) -> list[int]:
-        """Return all tokens, from the prompt's first to the last of this piece."""
         pieces = [self]
         while pieces[-1].before is not None:
             pieces.append(pieces[-1].before)
@@ -37,63 +37,64 @@ class LabelStep:
     """One step through the tokens of a question's labels."""
 
     question: int
-    # Groups of tokens that may come next, each with the indices of the labels that they belong to.
-    # The probabilities of a group's tokens add up.
+    # Groups of possible next tokens, each with the indices of its labels. The probabilities of a
+    # group add up.
     entries: Sequence[tuple[TokenIds, Sequence[int]]]
-    is_first: bool  # True: these are the first tokens of labels
+    is_first: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceParams:
-    """One choice of a `GenerateJob`, ready for the engine: its prompt is encoded and fits."""
+    """One choice of a `GenerateJob`, with an encoded prompt that fits the model's context."""
 
     prompt: TokenIds
-    max_tokens: int  # at least 1, or 0 if only the prompt is echoed; within the model's context
+    max_tokens: int  # 0 only if the prompt is echoed
     sampling: Sampling
-    index: int = 0  # the choice's index
+    index: int = 0
     stop: Sequence[str] = ()
     logprobs: int | None = None
-    echoed: Sequence[str] | None = None  # the texts of the prompt's tokens, if it is echoed
+    echoed: Sequence[str] | None = None  # texts of the prompt's tokens, if they are returned
     calling: Calling | None = None
-    earlier_calls: int = 0  # calls in the conversation so far
-    calls_are_text: bool = False  # functions may be called, but the format of calls is not known
+    earlier_calls: int = 0
+    calls_are_text: bool = False  # the format of calls is not known
     thoughts_are_text: bool = False  # the format of thoughts is not known
-    reads_whole: bool = False  # special tokens are spelled out, for the engine's `read_answer`
+    reads_whole: bool = False  # the engine's `read_answer` reads the answer once it is complete
     grammar: Grammar | None = None  # constrains the text after the thinking
     compiled: Compiled | None = None
     is_either: bool = False  # the grammar allows either calls or a response format
     is_open: bool = False  # the caller set no `max_tokens`
-    is_bare: bool = False  # the prompt has no template: the model's marks are plain text
-    is_continued: bool = False  # the prompt ends with the answer's beginning, which is not empty
+    is_bare: bool = False  # the prompt was not made by a chat template
+    is_continued: bool = False  # the prompt ends with the beginning of the answer
     is_thinking: bool = False  # the prompt ends inside a block of thinking
-    may_think: bool = False  # the model may open such a block before its answer
-    opening: str = ""  # the header that the template wrote, if answers are messages on channels
-    thinking_budget: int | None = None  # also None for a model whose thoughts cannot be ended
-    step: LabelStep | None = None  # the labels to judge once the prompt is read: nothing is sampled
-    routing_keys: Sequence[tuple[int, bytes]] = ()  # pairs of a beginning's end and its key
+    may_think: bool = False  # the model may think before its answer
+    opening: str = ""  # the message header at the prompt's end
+    thinking_budget: int | None = None  # also None if the model's thinking cannot be ended
+    step: LabelStep | None = None  # labels to judge after the prompt, instead of sampling
+    routing_keys: Sequence[tuple[int, bytes]] = ()  # pairs of a prefix's length and its key
     adapter: Adapter | None = None
     cache_salt: str = ""
-    images: Sequence[ImageSpan] = ()  # in the order of the prompt, which has ids of their content
+    images: Sequence[ImageSpan] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class DraftCost:
-    """The bytes that drafts add to the KV of each sequence, in up to `rows` sequences at once."""
+    """Bytes that drafts add to each sequence's KV, for up to `rows` sequences."""
 
-    token: int = 0  # bytes a token, in a draft model's KV
-    states: int = 0  # bytes of states saved before a draft, for rolling back
+    token: int = 0  # bytes per token in a draft model's KV
+    states: int = 0  # bytes of states saved to undo a draft
     rows: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class KvCost:
-    """The bytes of KV that a sequence takes. All are zero if they are not known."""
+    """Bytes of a sequence's KV; all are zero if unknown."""
 
-    token: int = 0  # bytes a token, in all layers that keep every token
-    windows: tuple[tuple[int, int], ...] = ()  # each sliding window: bytes a token, most tokens
+    token: int = 0  # bytes per token in layers that keep every token
+    # Bytes per token and most tokens of each sliding window.
+    windows: tuple[tuple[int, int], ...] = ()
     constant: int = 0  # bytes at any length, such as states
     draft: DraftCost = DraftCost()
-    plane: int = 0  # bytes a token, in the largest array
+    plane: int = 0  # bytes per token in the largest array
     states: int = 0  # bytes of all full windows and states
 
     def of(self, tokens: int, beyond: int = 0) -> int:
@@ -104,7 +105,7 @@ class KvCost:
         return self.constant + self.token * tokens + in_windows
 
     def __bool__(self) -> bool:
-        return self.token > 0 or self != _ZERO  # the first is the faster test
+        return self.token > 0 or self != _ZERO
 
 
 _ZERO = KvCost()
@@ -114,38 +115,39 @@ _ZERO = KvCost()
 class ImageCost:
     """The bytes that images add to a model."""
 
-    token: int = 0  # bytes of a token of an image, while its sequence is here
-    kept: int = 0  # most bytes of the features of earlier images
+    token: int = 0  # bytes per image token while its sequence runs
+    kept: int = 0  # most bytes of kept features
 
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """The counts of one pass, or of one step."""
+    """The counts of one pass or step."""
 
     rows: int = 0
-    tokens: int = 0  # tokens, not counting padding
+    tokens: int = 0
     padded_tokens: int = 0
-    forced: int = 0  # tokens forced by grammars
+    forced: int = 0
     drafted: int = 0
-    accepted: int = 0  # accepted draft tokens
+    accepted: int = 0
     drafter: Drafter | None = None  # the only drafter; None if there were none or several
-    is_encoding: bool = False  # True: it reads no tokens, and encodes images
-    encoded: int = 0  # images that have gone through the tower
-    recalled: int = 0  # images whose features were at hand
+    is_encoding: bool = False  # True: the pass encodes images and reads no tokens
+    encoded: int = 0
+    recalled: int = 0  # images whose features were kept
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The results of a chat model's self-test: True if logits equal those of each sequence run
-    alone, None if there is no result yet.
+    """Results of a self-test: True if logits equal those of each sequence run alone.
+
+    None means not tested yet.
     """
 
     single: bool | None = None  # a batch of one sequence
     rows: bool | None = None  # a batch of sequences of several lengths
     prefixes: bool | None = None  # a sequence that continues from a cached prefix
-    window: bool | None = None  # a sequence longer than the sliding window; tested last
-    problem: str = ""  # a failure, in words
-    is_lasting: bool = True  # False if memory ran out during the test, which may not happen again
+    window: bool | None = None  # a sequence longer than the sliding window
+    problem: str = ""
+    is_lasting: bool = True  # False: memory ran out, so a later test may pass
     step_s: tuple[float, ...] = ()  # seconds of a decode step at 1, 2, 4, … rows, if timed
     images: bool | None = None  # an image beside text, if the model reads images
 
@@ -156,7 +158,6 @@ class Verdict:
 
     @property
     def forbids_batches(self) -> bool:
-        """Return True if sequences must run one at a time."""
         return False in (self.single, self.rows, self.window, self.images)
 
 
@@ -166,43 +167,45 @@ class EngineFacts:
 
     max_context: int  # the most tokens of a prompt and its answer together
     kv_cost: KvCost = _ZERO
-    self_test_tokens: int = 0  # tokens of the self-test's longest sequence
-    unread_formats: Sequence[str] = ()  # settings of formats that don't fit the chat template
+    self_test_tokens: int = 0
+    unread_formats: Sequence[str] = ()  # format settings that do not fit the chat template
     notes: Sequence[str] = ()  # sentences about parts of the model's files that are ignored
     verified: Verified = "no"
-    images: ImageCost | None = None  # None for a model that reads text alone
-    is_timed_when_idle: bool = True  # False on a CPU, where wider steps have always paid
+    images: ImageCost | None = None
+    is_timed_when_idle: bool = True  # False on a CPU, where larger batches are always faster
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """The plan of one step of an engine, which changes its batch, in this order, then runs a pass.
+    """The plan of one step of an engine: changes to the batch, in the order of these fields, then a
+    pass.
 
-    Sequences are named by ids. Each id joins once; an unknown id is ignored.
+    Unknown ids are ignored.
     """
 
-    kind: Literal["prefill", "decode"] | None = None  # the kind of the pass; None for no pass
+    kind: Literal["prefill", "decode"] | None = None  # None: no pass
     encoding_s: float = math.inf  # seconds after which a prefill pass stops encoding images
     token_budget: int = 0  # about how many padded tokens a prefill pass reads
-    leaving: Sequence[int] = ()  # sequences that leave, in any state
-    preempting: Sequence[int] = ()  # their KV is freed; all their tokens are read again later
-    capped: Sequence[tuple[int, int]] = ()  # ids, and the most tokens of their answers
-    clear_prefixes: bool = False  # True: empty this model's prefix cache
-    prefix_limit: int | None = None  # new limit in bytes, for all models that share it
+    leaving: Sequence[int] = ()
+    preempting: Sequence[int] = ()  # sequences whose KV is freed, to be prefilled again later
+    capped: Sequence[tuple[int, int]] = ()  # ids, each with the most tokens of its answer
+    clear_prefixes: bool = False
+    prefix_limit: int | None = None  # new limit of the shared prefix memory, in bytes
     drafters: Sequence[Drafter] = DRAFTERS  # drafters whose drafts the next pass may read
     joining: Sequence[tuple[int, SequenceParams]] = ()
-    parking: Sequence[int] = ()  # sequences that keep their KV, and do not decode
-    resuming: Sequence[int] = ()  # parked or preempted ids; those in `parking` are parked once read
+    parking: Sequence[int] = ()  # sequences that pause and keep their KV
+    # Parked or preempted sequences that go on; those in `parking` only prefill.
+    resuming: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The results of a step, and the engine's state after it. A failed sequence ends by a delta."""
+    """The results of a step, and the engine's state after the step."""
 
     deltas: Sequence[Delta] = ()
     size: Pass = Pass()
-    faults: Sequence[PassFault] = ()  # errors that the pass raised; they change no answer
+    faults: Sequence[PassFault] = ()  # errors of the pass that change no answer
     reading: frozenset[int] = frozenset()  # sequences with prompt left to read
-    decoding: int = 0  # sequences that decode
+    decoding: int = 0
     prefix_bytes: int = 0  # bytes in the prefix caches of all models that share a limit
-    drafter: Drafter | None = None  # the only drafter of the pass under way, if any
+    drafter: Drafter | None = None  # the only drafter of the pass under way

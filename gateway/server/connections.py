@@ -1,7 +1,4 @@
-"""Keeps track of open connections: closes those whose client is gone, and makes room for new ones.
-
-`install` replaces Hypercorn's classes, and must be called before Hypercorn serves.
-"""
+"""Closes abandoned connections, and idle ones if too many are open."""
 
 import asyncio
 import errno
@@ -26,17 +23,15 @@ from gateway.server.http1 import Http1, Stream
 
 log = logs.get("server")
 
-# File descriptors reserved for everything else: model files, sandboxes, downloads, logs.
+# File descriptors reserved for model files, sandboxes, downloads and logs.
 RESERVED: Final = 256
 ACCEPT_LOG_S: Final = 60.0
 BACKLOG: Final = 2048  # connections that the kernel queues until they are accepted
-# Most connections accepted in one iteration of the loop. Each is counted a few iterations later, so
-# the limit may be exceeded meanwhile.
+# Few connections are accepted in one iteration of the loop, since each is counted only later.
 ACCEPTED: Final = 16
 
 
 def most_connections() -> int:
-    """Return how many connections may be open: the limit of file descriptors, less a reserve."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         return 1 << 30
@@ -44,26 +39,22 @@ def most_connections() -> int:
 
 
 class Listener(socket.socket):
-    """A listening socket whose queue is longer than the backlog that asyncio is given.
+    """A listening socket with a queue of BACKLOG places in the kernel.
 
-    asyncio accepts up to `backlog` connections in one iteration of the loop. It is given a small
-    backlog, while the kernel's queue has BACKLOG places.
+    asyncio accepts as many connections at once as its backlog says, so asyncio gets a smaller
+    backlog.
     """
 
     def listen(self, backlog: int = BACKLOG) -> None:
-        """Listen with a queue of BACKLOG, ignoring the argument."""
         super().listen(BACKLOG)
 
 
 class Config(HypercornConfig):
-    """Hypercorn's config, with a backlog that limits how many connections are accepted at once, so
-    that a burst doesn't use up the reserved descriptors.
-    """
+    """Hypercorn's config; a small backlog keeps a burst from using up the reserved descriptors."""
 
     backlog = ACCEPTED
 
     def create_sockets(self) -> Sockets:
-        """Return Hypercorn's sockets, the plain ones as Listeners."""
         sockets = super().create_sockets()
         opened = sockets.insecure_sockets
         opened[:] = [Listener(fileno=each.detach()) for each in opened]
@@ -73,9 +64,8 @@ class Config(HypercornConfig):
 class Crowd:
     """The open connections: idle ones, which have no request, and busy ones.
 
-    If there are too many, the connection that has been idle longest is closed or, if no other is
-    idle, one whose request has not arrived completely. So clients that send little or nothing
-    cannot keep others out.
+    If there are too many, the connection that has been idle longest is closed. If only the new one
+    is idle, a connection whose request is still arriving is closed.
     """
 
     def __init__(self, most: Callable[[], int] = most_connections) -> None:
@@ -85,7 +75,7 @@ class Crowd:
         self._has_warned = False
 
     def note_idle(self, connection: "Connection") -> None:
-        """Count a connection as idle: it has no request. Close another if there are too many."""
+        """Count a connection as idle, and close another one if there are too many."""
         self._busy.pop(connection, None)
         self._idle[connection] = None
         while len(self._idle) + len(self._busy) > self._most():
@@ -100,17 +90,14 @@ class Crowd:
                 log.warning("idle_connections_closed", most=self._most())
 
     def note_busy(self, connection: "Connection") -> None:
-        """Count a connection as busy: it has a request now."""
         self._idle.pop(connection, None)
         self._busy[connection] = None
 
     def leave(self, connection: "Connection") -> None:
-        """Stop counting a connection."""
         self._idle.pop(connection, None)
         self._busy.pop(connection, None)
 
     def abort_all(self) -> None:
-        """Close every connection at once."""
         for connection in [*self._idle, *self._busy]:
             connection.abort()
 
@@ -118,27 +105,22 @@ class Crowd:
 class Connection(TCPServer):
     """A connection that is closed as soon as its client has disconnected or stopped reading."""
 
-    # Hypercorn keeps a connection that its client closed between two requests until the keep-alive
-    # time is over. Each takes a descriptor and three tasks, so clients that open a connection per
-    # request would use up the descriptors within a minute. If a client stops reading,
-    # Hypercorn even keeps the connection forever.
-    last_bytes_s = 30.0  # seconds in which the client must read the last bytes at closing
+    # Hypercorn keeps a closed connection until the keep-alive time is over. If a client stops
+    # reading, Hypercorn keeps the connection forever.
+    last_bytes_s = 30.0  # seconds for the client to read the last bytes at closing
     tls: ssl.SSLContext | None = None
     crowd = Crowd()
     _handshake: asyncio.Timeout | None = None
     _is_gone = False
 
     async def run(self) -> None:
-        """Serve the connection's requests until it is closed."""
-        # The TLS handshake is done here, not in Hypercorn's listener, so that the connection is
-        # counted before it. A client that never finishes the handshake would otherwise keep others
-        # out, and delay a shutdown.
+        # A connection is counted before its TLS handshake, which a client may never finish.
         self.crowd.note_idle(self)
         try:
             if self.tls is not None:
                 await self._begin_tls(self.tls)
             await super().run()
-        except OSError:  # the handshake failed, and has closed the connection
+        except OSError:  # a failed handshake has closed the connection
             pass
         finally:
             self.crowd.leave(self)
@@ -151,7 +133,6 @@ class Connection(TCPServer):
             self._handshake = None
 
     async def protocol_send(self, event: Event) -> None:
-        """Send an event, and note whether the connection is idle now."""
         if isinstance(event, Updated) and not self._is_gone:
             note = self.crowd.note_idle if event.idle else self.crowd.note_busy
             note(self)
@@ -159,15 +140,13 @@ class Connection(TCPServer):
 
     @property
     def is_receiving(self) -> bool:
-        """Return True while the body of the current request has not arrived completely."""
         protocol = self.protocol.protocol
         return isinstance(protocol, Http1) and protocol.connection.their_state is h11.SEND_BODY
 
     def abort(self) -> None:
-        """Close the connection at once."""
         if self._handshake is None:
             self.writer.transport.abort()
-        else:  # asyncio would treat an aborted handshake as a completed one: time it out
+        else:  # asyncio treats an aborted handshake as completed, so it is timed out
             self._handshake.reschedule(0)
 
     async def _read_data(self) -> None:
@@ -182,16 +161,14 @@ class Connection(TCPServer):
             await super()._idle_timeout()
 
     async def _close(self) -> None:
-        async with asyncio.timeout(self.last_bytes_s) as limit:  # super's swallows CancelledError
+        async with asyncio.timeout(self.last_bytes_s) as limit:  # _close swallows CancelledError
             await super()._close()
         if limit.expired():
             self.writer.transport.abort()
 
 
 def make_exception_handler() -> Callable[[asyncio.AbstractEventLoop, dict[str, Any]], None]:
-    """Return a loop's exception handler. If no descriptor is left to accept connections, it logs so
-    at most once in ACCEPT_LOG_S; asyncio would log it for every place of the backlog.
-    """
+    """Return a loop's exception handler that logs a lack of descriptors once in ACCEPT_LOG_S."""
     last = -math.inf
 
     def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
@@ -207,9 +184,9 @@ def make_exception_handler() -> Callable[[asyncio.AbstractEventLoop, dict[str, A
 
 
 def install(last_bytes_s: float, tls: ssl.SSLContext | None = None) -> None:
-    """Replace Hypercorn's classes with those of this package. Call it before Hypercorn serves.
+    """Replace Hypercorn's classes with those of this package, before Hypercorn serves.
 
-    With `tls`, connections use TLS; Hypercorn's config must then have no certificate.
+    With `tls`, Hypercorn's config must have no certificate.
     """
     Connection.last_bytes_s, Connection.tls = last_bytes_s, tls
     hypercorn.asyncio.run.TCPServer = Connection  # type: ignore[attr-defined]

@@ -15,20 +15,18 @@ from hypercorn.protocol.http_stream import ASGIHTTPState, HTTPStream
 from gateway.errors import BadRequest, GatewayError, HeadTooLarge, VersionNotSupported
 
 LONG_READ = 16 * 1024
-MOST_AHEAD = 256 * 1024  # most bytes that a client may send ahead of the response to a request
-MOST_UNREAD = 256 * 1024  # unread bytes of a body above which the connection is not read
+MOST_AHEAD = 256 * 1024  # bytes of later requests that a client may send before the response
+MOST_UNREAD = 256 * 1024  # bytes of a body that may wait for the app
 LAST_CHUNK = b"0\r\n\r\n"
-# A bare LF, or a folded line, which continues the line before it.
+# A bare LF, or the beginning of a folded line.
 _UNCLEAR = re.compile(rb"(?<!\r)\n|(?<=\n)[ \t]")
 
 
 class Stream(HTTPStream):
-    """A request whose unread body is in one buffer, regardless of the number of its pieces.
+    """A request whose unread body is in one buffer.
 
-    Hypercorn 0.18 has a queue of ten messages for the part of a body that the app has not read. It
-    doesn't read the connection while the queue is full, so if the app responds without reading
-    (401), the connection waits forever. Here, adding to the buffer never waits. The buffer's
-    size is bounded, since the connection is read only while there is room.
+    Hypercorn 0.18 stops reading a connection once ten parts of a body are unread. If the app then
+    responds without reading the body, the connection waits forever.
     """
 
     def __init__(self, app: Any, *args: Any) -> None:
@@ -36,18 +34,16 @@ class Stream(HTTPStream):
         self._app = app
         self._unread = bytearray()
         self._is_whole = False
-        self._is_end_read = False  # True: the app has read the end of the body
+        self._is_end_read = False
         self._is_read = False  # True: the app has begun to read the body
         self._can_read = asyncio.Event()  # set while the app can read without waiting
         self._has_room = asyncio.Event()  # set while more of the connection may be read
         self._has_room.set()
 
     async def _serve(self, scope: Any, receive: Any, *rest: Any) -> None:
-        """Run the app with `_receive` instead of Hypercorn's queue."""
         await self._app(scope, self._receive, *rest)
 
     async def handle(self, event: StreamEvent) -> None:
-        """Add a part of the body to the buffer. Other events are handled by Hypercorn."""
         if self.closed:
             return
         if isinstance(event, Body):
@@ -57,13 +53,10 @@ class Stream(HTTPStream):
         else:
             await super().handle(event)
         if isinstance(event, StreamClosed) and not self._is_whole:
-            self._unread.clear()  # a complete body is left for the app, even if the client is gone
+            self._unread.clear()  # a complete body is kept for the app
         self._update_events()
 
     async def wait_for_room(self) -> None:
-        """Wait until more of the connection may be read: the buffer has room, or the body is
-        complete.
-        """
         await self._has_room.wait()
 
     async def _receive(self) -> dict[str, Any]:
@@ -81,7 +74,7 @@ class Stream(HTTPStream):
         return {"type": "http.request", "body": body, "more_body": not self._is_end_read}
 
     async def _ask(self) -> None:
-        """Send 100 Continue if the client waits for it with its body (RFC 9110, 10.1.1)."""
+        """Send 100 Continue if the client waits for it (RFC 9110, 10.1.1)."""
         expected = dict(self.scope["headers"]).get(b"expect", b"").lower()
         is_waiting = expected == b"100-continue" and self.scope["http_version"] != "1.0"
         has_come = self._unread or self._is_whole or self.closed
@@ -98,36 +91,30 @@ class Stream(HTTPStream):
 
 
 class _Paused(Exception):
-    """Raised when the client has sent bytes beyond the request that is being answered."""
+    """The client has sent bytes beyond the request that is being answered."""
 
 
 class _NoWaiting:
-    """Replaces the event for which Hypercorn waits when h11 pauses: `wait` raises at once."""
+    """Replaces Hypercorn's event `can_read`; `wait` raises _Paused at once."""
 
-    # While Hypercorn waits, it doesn't read the connection until the response has ended. So after a
-    # single byte beyond the body, such as the CRLF of old clients, it would not notice that the
-    # client has disconnected.
+    # While Hypercorn waits, it does not notice that the client disconnects.
 
     async def clear(self) -> None:
         """Do nothing."""
 
     async def wait(self) -> None:
-        """Raise _Paused."""
         raise _Paused
 
     async def set(self) -> None:
         """Do nothing."""
 
     def is_set(self) -> bool:
-        """Return False."""
         return False
 
 
 class Http1(H11Protocol):
-    """HTTP/1.1 that notices when its client disconnects, and accepts only unambiguous framing.
-
-    If a proxy might see the end of a request elsewhere (RFC 9112), it refuses the request and
-    closes the connection.
+    """HTTP/1.1 that notices disconnects, and refuses a request whose end a proxy might see
+    elsewhere (RFC 9112).
     """
 
     def __init__(self, *args: Any) -> None:
@@ -142,9 +129,8 @@ class Http1(H11Protocol):
         self._is_over = False
 
     async def handle(self, event: Event) -> None:
-        """Handle received bytes in order; handle other events at once."""
         if not isinstance(event, RawData):
-            if isinstance(event, Closed):  # nobody waits for responses to requests sent ahead
+            if isinstance(event, Closed):  # nobody waits for further responses
                 self._is_over = True
                 self._ahead.clear()
             await super().handle(event)
@@ -161,8 +147,8 @@ class Http1(H11Protocol):
                 await self._end()
             return
         if self.connection.their_state is h11.IDLE:
-            # RFC 9112 (2.2, 5.2): blank lines before a request are skipped; a bare LF in its head,
-            # and folded lines, are refused.
+            # RFC 9112 (2.2, 5.2): skip blank lines before a request; refuse folded lines and a bare
+            # LF.
             if not self._tail and not (data := data.lstrip(b"\r\n")):
                 return
             if not self._is_clear(data):
@@ -177,26 +163,23 @@ class Http1(H11Protocol):
         self._check_body_end(data)
         if isinstance(self.stream, Stream):
             await self.stream.wait_for_room()
-        if len(data) > LONG_READ:  # maybe of many small chunks: let other tasks run
+        if len(data) > LONG_READ:  # it may have many small chunks: let other tasks run
             await asyncio.sleep(0)
 
     def _is_clear(self, data: bytes) -> bool:
-        """Return True if no line of the head received so far ends in a bare LF or is folded."""
         seen, start = self._tail + data, len(self._tail)
         end = seen.find(b"\r\n\r\n")
         self._tail = seen[-3:] if end < 0 else b""
         return _UNCLEAR.search(seen, start, len(seen) if end < 0 else end) is None
 
     def _check_body_end(self, data: bytes) -> None:
-        """Make this request the connection's last one if a proxy might see the end of its chunked
-        body elsewhere.
-        """
+        """Close the connection after this request if a proxy might see the body end elsewhere."""
         is_whole = self.connection.their_state is h11.DONE
         if is_whole:
             rest, _ = self.connection.trailing_data
             data = data[: len(data) - len(rest)]
         self._body_end = (self._body_end + data)[-len(LAST_CHUNK) :]
-        # A body that doesn't end in LAST_CHUNK has trailers, whose lines may end in a bare LF.
+        # A body that does not end in LAST_CHUNK has trailers, whose lines may end in a bare LF.
         if is_whole and self._is_chunked and self._body_end != LAST_CHUNK:
             self._is_over = True
             self.keep_alive_requests = self.config.keep_alive_max_requests  # connection: close
@@ -209,7 +192,7 @@ class Http1(H11Protocol):
             # The client uses HTTP/2 with prior knowledge.
             await self._refuse(VersionNotSupported())
         elif b"transfer-encoding" in names and (b"content-length" in names or is_old):
-            # The body has two lengths, or chunks, which HTTP/1.0 does not have (RFC 9112, 6.1).
+            # The body has two lengths, or is chunked in HTTP/1.0 (RFC 9112, 6.1).
             await self._refuse(
                 BadRequest(
                     "Send a body with Content-Length or, in HTTP/1.1, with Transfer-Encoding, but "
@@ -217,7 +200,7 @@ class Http1(H11Protocol):
                 )
             )
         else:
-            # `_ask` sends 100 Continue once the app reads: the app may refuse the request first.
+            # `_ask` sends 100 Continue later, since the app may refuse the request first.
             assert isinstance(self.connection, h11.Connection)
             self.connection.client_is_waiting_for_100_continue = False
             await super()._create_stream(request)
@@ -226,7 +209,6 @@ class Http1(H11Protocol):
         """Do nothing: upgrades to other protocols are not supported."""
 
     async def _maybe_recycle(self) -> None:
-        """Handle bytes that were sent ahead, if there are any, in a new task."""
         await super()._maybe_recycle()
         if self._is_paused and self.connection.their_state is h11.IDLE:
             self.task_group.spawn(self._handle_ahead)
@@ -242,7 +224,6 @@ class Http1(H11Protocol):
             await self._take(ahead)
 
     async def _send_error_response(self, status_code: int) -> None:
-        """Answer an error of h11 with the same JSON as other errors."""
         if status_code == HeadTooLarge.status:
             await self._answer(HeadTooLarge("The path, query and headers are too large."))
         else:

@@ -3,8 +3,6 @@
 settings   every setting, with its type, bounds, default and description
 sources    finds where values come from, describes wrong values, and lists all settings
 
-Layers below app do not use settings: app passes them plain arguments. Only the registry imports
-settings, for the bounds of a model's keys that override them.
 """
 
 from gateway.settings.settings import (

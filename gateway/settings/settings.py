@@ -1,9 +1,4 @@
-"""Declares every setting of the gateway, with type, bounds, default and a docstring.
-
-The types that pydantic lacks come first: lists with commas, paths with `~`, addresses, origins.
-
-Only app has the settings: it passes plain arguments to the layers below.
-"""
+"""Every setting of the gateway, with its type, bounds, default and description."""
 
 import ipaddress
 import os
@@ -26,25 +21,22 @@ PREFIX = "GATEWAY_"
 
 
 def is_local(bind: str) -> bool:
-    """Return True if an address, as Hypercorn binds it, can be reached from this machine only."""
+    """Return True if only this machine can reach an address of Hypercorn's."""
     if bind.startswith("unix:"):
         return True
     host = with_port(bind, 0).rpartition(":")[0].removeprefix("[").removesuffix("]")
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
-        return False  # a host name, or an inherited socket, may be reachable from anywhere
+        return False  # a host name or an inherited socket may be open to everyone
 
 
 def _is_socket(bind: str) -> bool:
-    """Return True if an address is a socket rather than a host and a port."""
     return bind.startswith(("unix:", "fd://"))
 
 
 def with_port(bind: str, port: int) -> str:
-    """Add a port to an address without one, such as `host`, `::1` or `[::1]`. A socket, and an
-    address that has a port, are returned unchanged.
-    """
+    """Add a port to an address that has none; a socket's address stays as it is."""
     if _is_socket(bind) or (bind.startswith("[") and "]:" in bind) or bind.count(":") == 1:
         return bind
     host = bind.removeprefix("[").removesuffix("]")
@@ -52,7 +44,6 @@ def with_port(bind: str, port: int) -> str:
 
 
 def _split(value: object) -> object:
-    """Split a text such as `a, b` into a list without empty parts."""
     if isinstance(value, str):
         return [part.strip() for part in value.split(",") if part.strip()]
     return value
@@ -65,9 +56,7 @@ _USUAL_PORTS = {"http": "80", "https": "443"}  # ports that browsers leave out o
 
 
 def _read_origin(value: str) -> str:
-    """Check an origin, and return it in lower case. A `*` stands for any port, any host, or any
-    names before a domain.
-    """
+    """Check an origin, whose port, host or subdomains may be `*`."""
     if value in ("*", "null"):
         return value
     match = _ORIGIN.fullmatch(value.lower())
@@ -82,12 +71,10 @@ def _read_origin(value: str) -> str:
 
 
 def _lower(value: object) -> object:
-    """Return text in lower case, so that words in capitals are accepted."""
     return value.lower() if isinstance(value, str) else value
 
 
 def _library(value: str) -> str:
-    """Accept `wheel`, `system`, or the path of an existing library."""
     value = value.strip()
     if value.lower() in ("wheel", "system"):
         return value.lower()
@@ -97,7 +84,7 @@ def _library(value: str) -> str:
 
 
 def _expand_home(path: Path) -> Path:
-    """Expand `~`, which no shell expands in .env. The `~name` of an unknown user stays as it is."""
+    """Expand `~`, but leave the `~name` of an unknown user, for which Path.expanduser fails."""
     return Path(os.path.expanduser(path))
 
 
@@ -116,12 +103,11 @@ Secrets = Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_split)]
 
 
 def variable(name: str) -> str:
-    """Return the name of a setting's environment variable."""
     return f"{PREFIX}{name.upper()}"
 
 
 def default_models_file() -> Path:
-    """Return the models.yaml of the current folder or, if there is none, the gateway's own."""
+    """Return the models.yaml of the current folder, or else the shipped one."""
     own = Path("models.yaml")
     if own.is_file():
         return own
@@ -129,7 +115,7 @@ def default_models_file() -> Path:
 
 
 def shipped_models_file() -> Path:
-    """Return the models.yaml that the gateway comes with: the wheel's, or else the checkout's."""
+    """Return the models.yaml of the wheel, or else of the checkout."""
     package = Path(__file__).parents[1]
     in_wheel = package / "models.yaml"
     if in_wheel.is_file():
@@ -138,13 +124,13 @@ def shipped_models_file() -> Path:
 
 
 class Settings(BaseSettings):
-    """Every setting of the gateway. A field's variable is GATEWAY_ and the name in capitals."""
+    """Every setting, read from the variable GATEWAY_ and the field's name in capitals."""
 
     model_config = SettingsConfigDict(
         env_prefix=PREFIX,
         env_file_encoding="utf-8",
         env_ignore_empty=True,
-        extra="ignore",  # other variables may set keys of models
+        extra="ignore",  # other variables may set keys of models.yaml
         frozen=True,
         hide_input_in_errors=True,
         validate_default=False,
@@ -355,11 +341,9 @@ class Settings(BaseSettings):
 
     # ── Limits of requests, deadlines, stalls ─────────────────────────────────────────────────────
 
-    # A body is parsed in one go, while all other requests wait: at this size 0.06 seconds for text,
-    # and a second for short names, on a slow core. It has room for an image (`max_image_bytes`) as
-    # base64, for a million characters (`max_input_chars`) however they are escaped, at most twelve
-    # bytes each, and for 300,000 tokens of 2,048 texts (OpenAI's bounds of a request of embeddings)
-    # at fifty bytes a token.
+    # Parsing a body of this size holds up all other requests for 0.06 to 1 second on a slow core.
+    # The default has room for a base64 image, a million escaped characters, or OpenAI's largest
+    # embeddings request.
     max_body_bytes: int = Field(default=32 * 1024 * 1024, ge=1024, le=2**31)
     """Largest request body; beyond it, 413."""
     max_bodies_bytes: int = Field(default=256 * 1024 * 1024, ge=1024)
@@ -453,16 +437,13 @@ class Settings(BaseSettings):
 
     @property
     def models_file(self) -> Path | None:
-        """The file whose models are all served; None if only the models in `serve` are served."""
+        """Return the file whose models are served; None if only the models in `serve` are."""
         if self.serve and "models" not in self.model_fields_set:
             return None
         return self.models
 
     @property
     def binds(self) -> tuple[str, ...]:
-        """The addresses to listen on: those of `bind`, or else `host`. One without a port gets
-        `port`.
-        """
         return tuple(with_port(bind, self.port) for bind in self.bind or (self.host,))
 
     @property
@@ -471,14 +452,9 @@ class Settings(BaseSettings):
 
     @property
     def has_dashboard(self) -> bool:
-        """Return True if the dashboard is served."""
         return self.dashboard and (bool(self.api_keys) or all(map(is_local, self.binds)))
 
     @property
     def read_header_bytes(self) -> int:
-        """The most header bytes that Hypercorn reads: four times `max_header_bytes`, so that the
-        gateway can answer 431 as JSON.
-
-        Beyond that, Hypercorn answers 431 without a body.
-        """
+        """Return Hypercorn's own limit, above the gateway's because Hypercorn's 431 has no JSON."""
         return 4 * self.max_header_bytes

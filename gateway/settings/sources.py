@@ -1,8 +1,4 @@
-"""Reads the settings' values from flags, the environment, .env and defaults.
-
-GATEWAY_ variables are read nowhere else. This module also describes settings: for `config`, for
-messages about wrong values and variables without effect, and for the table in the docs.
-"""
+"""Finds the settings' values in flags, the environment and .env, and describes them."""
 
 import difflib
 import os
@@ -22,7 +18,7 @@ Origin = Literal["default", ".env", "environment", "flag"]
 
 
 class SettingsInvalid(Exception):
-    """Raised for wrong settings, with one line for each variable or flag."""
+    """Wrong settings, with one line for each variable or flag."""
 
     def __init__(self, problems: list[str]) -> None:
         super().__init__("\n".join(problems))
@@ -32,8 +28,7 @@ class SettingsInvalid(Exception):
 def load_settings(
     flags: Mapping[str, object] | None = None, env_file: Path | None = ENV_FILE
 ) -> Settings:
-    """Return the settings. Flags win over the environment, which wins over .env. A flag whose value
-    is None counts as not given.
+    """Return the settings; flags win over the environment, which wins over .env.
 
     Raises SettingsInvalid with one line per problem.
     """
@@ -47,17 +42,14 @@ def load_settings(
 
 
 def variables(env_file: Path | None = ENV_FILE) -> dict[str, str]:
-    """Return every variable of the environment and of .env, for reading models.yaml.
-
-    A variable that both have gets the environment's value, unless that is empty.
-    """
+    """Return all variables; the environment wins over .env unless its value is empty."""
     filled = {name: value for name, value in os.environ.items() if value}
     return {**os.environ, **_dotenv(env_file), **filled}
 
 
 def exports_traces() -> bool:
     """Return True if OpenTelemetry's own variables name a destination for traces."""
-    # OpenTelemetry's SDK reads its variables only from the environment, not from .env.
+    # OpenTelemetry reads its variables only from the environment, not from .env.
     if os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
         return False
     if os.environ.get("OTEL_TRACES_EXPORTER", "otlp") != "otlp":
@@ -74,7 +66,6 @@ def _dotenv(env_file: Path | None) -> dict[str, str]:
 
 
 def _lines(error: ValidationError, given: Mapping[str, Any], env_file: Path | None) -> list[str]:
-    """Return a line for each wrong value: the variable or flag, the text and the broken rule."""
     lines = []
     for details in error.errors(include_url=False):
         message = details["msg"].removeprefix("Input ").removeprefix("Value error, ")
@@ -98,14 +89,14 @@ def _lines(error: ValidationError, given: Mapping[str, Any], env_file: Path | No
 def find_source(
     name: str, given: Mapping[str, Any], env_file: Path | None
 ) -> tuple[str | None, Origin]:
-    """Return the text that sets a setting, and the text's origin; None if it has its default."""
+    """Return a setting's text and origin; the text is None for a default."""
     if name in given:
         return str(given[name]), "flag"
     return origin(variable(name), env_file)
 
 
 def origin(name: str, env_file: Path | None = ENV_FILE) -> tuple[str | None, Origin]:
-    """Return a variable's text and the text's origin. An empty variable counts as not set."""
+    """Return a variable's text and origin; an empty variable counts as not set."""
     places: tuple[tuple[Mapping[str, str], Origin], ...] = (
         (os.environ, "environment"),
         (_dotenv(env_file), ".env"),
@@ -123,7 +114,7 @@ _CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+@")
 
 @dataclass(frozen=True, slots=True)
 class Knob:
-    """One setting with its value and the value's origin. Secret values are masked."""
+    """A setting to show, with secrets masked."""
 
     name: str
     env: str
@@ -134,10 +125,7 @@ class Knob:
 def explain(
     settings: Settings, flags: Mapping[str, object] | None = None, env_file: Path | None = ENV_FILE
 ) -> list[Knob]:
-    """List every setting with its value and the value's origin.
-
-    `flags` and `env_file` are those that the settings were loaded with.
-    """
+    """List every setting; `flags` and `env_file` are those given to `load_settings`."""
     set_flags = {name: value for name, value in (flags or {}).items() if value is not None}
     dumped = settings.model_dump(mode="json")
     return [
@@ -151,7 +139,6 @@ def explain(
     ]
 
 
-# The variable of every setting.
 VARIABLES = frozenset(
     {variable(name) for name in Settings.model_fields}
     | {"GATEWAY_BENCH_API_KEY"}  # read by `bench` alone
@@ -159,10 +146,7 @@ VARIABLES = frozenset(
 
 
 def strays(known: Collection[str] = (), env_file: Path | None = ENV_FILE) -> list[str]:
-    """Return a line for each GATEWAY_ variable without effect, with the nearest valid name.
-
-    `known` are the variables that have an effect on models.yaml.
-    """
+    """Return a line for each GATEWAY_ variable that is no setting and not in `known`."""
     valid = VARIABLES | set(known)
     lines = []
     for name in sorted(variables(env_file)):
@@ -174,9 +158,7 @@ def strays(known: Collection[str] = (), env_file: Path | None = ENV_FILE) -> lis
 
 
 def _nearest(name: str, valid: Collection[str]) -> str | None:
-    """Return the valid name that differs by about a letter; if there is none, the shortest one that
-    has the same words and others between them; if there is none, the most similar one.
-    """
+    """Return the valid name that is probably meant, such as the name without a typo."""
     typos = difflib.get_close_matches(name, valid, n=1, cutoff=0.95)
     if typos:
         return typos[0]
@@ -196,7 +178,6 @@ def _nearest(name: str, valid: Collection[str]) -> str | None:
 
 
 def in_words(value: object) -> str:
-    """Return a value as it would be written in the environment."""
     match value:
         case None:
             return ""
