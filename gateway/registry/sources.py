@@ -141,9 +141,10 @@ def source_id(source: Source) -> str:
 
 
 def repository_of(source: Source) -> str:
-    """Return the repository that a source's files come from, as far as that is known.
+    """Return the repository that a source's files come from.
 
-    Paths in Hugging Face's cache and LM Studio's folder contain the repository's name.
+    The path of a local folder tells it: Hugging Face's cache and LM Studio name their folders after
+    repositories.
     """
     if not isinstance(source, PathSource):
         return source_id(source)

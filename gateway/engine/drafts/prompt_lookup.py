@@ -53,7 +53,9 @@ class Patience:
         return length >= self._resumes_at
 
     def note(self, length: int, accepted: int) -> None:
-        """Note how many draft tokens were accepted; `length` is the context's, with them."""
+        """Note the number of accepted draft tokens. `length` counts the context's tokens, the
+        accepted ones included.
+        """
         if accepted:
             self._wait = 0
         else:

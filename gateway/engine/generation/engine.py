@@ -97,13 +97,15 @@ class GenerationEngine:
         return self._sequences.is_batched
 
     def self_test(self) -> Generator[Verdict]:
-        """Test whether batching works, a pass per `next`; yield the verdict so far."""
+        """Test whether batching works. Each `next` runs the model once, and yields the verdict so
+        far.
+        """
         vocab_size, max_context = self._setup.vocab_size, self._setup.max_context
         test = BatchSelfTest(self._model, vocab_size, max_context, self.dtype, self._sight)
         return test.verdicts()
 
     def time_step(self, rows: int) -> Generator[float | None]:
-        """Time a decode step of `rows` made-up sequences, a pass per `next`.
+        """Time a decode step of `rows` made-up sequences; each `next` runs the model once.
 
         Yield None until the last pass, then the seconds per step. Raises RuntimeError.
         """
@@ -139,7 +141,7 @@ class GenerationEngine:
                 failed = faults.take()
                 if failed or (is_read and sequences.last_pass.rows < rows):
                     raise RuntimeError(f"{rows} rows could not be timed: {failed}")
-                # The fastest step counts, because other work on the machine only slows steps down.
+                # Other work on the machine only slows steps down, so the fastest one is used.
                 yield min(seconds[1:]) if len(seconds) > TIMED_STEPS else None
         finally:
             sequences.close()
@@ -194,7 +196,7 @@ class GenerationEngine:
         return StepResult(deltas, size, faults, reading, decoding, kept, drafter)
 
     def _clear_prefixes(self) -> None:
-        self.synchronize()  # otherwise clear_cache raises the running step's error, which is lost
+        self.synchronize()  # keeps the running step's error, which clear_cache would raise here
         self.prefixes.clear()
         self._drafts.clear_prefixes()
         if self._sight is not None:

@@ -1,4 +1,4 @@
-"""The images of a job → spans of its prompt."""
+"""Reads the images of a job, and finds their places in its prompt."""
 
 import hashlib
 import hmac
@@ -36,7 +36,8 @@ def _count_bytes(image: Decoded) -> int:
     return len(image.pixels)
 
 
-# Recently decoded images of all models, by a digest of file, size and salt.
+# Recently decoded images of all models, by a digest of the file and everything that decides its
+# pixels.
 _DECODED: Final[Recent[bytes, Decoded]] = Recent(PIXEL_BYTES, _count_bytes)
 
 
@@ -113,9 +114,8 @@ def read_image_format(
     note: Callable[[str], None],
     secret: bytes | None = None,
 ) -> ImageFormat | None:
-    """Return a folder's image format, or None if the model reads only text.
-
-    `note` is called with the reason why a tower is not used.
+    """Return how a checkpoint's model reads images; None if it has no vision tower, or one that
+    cannot be used. `note` is called with the reason.
     """
     if not tower_tensors(checkpoint):
         return None

@@ -99,7 +99,7 @@ def _nibbles(content: Bytes) -> Bytes:
 
 
 def _shift(content: Bytes, bits: int, mask: int) -> Bytes:
-    """Return (…, n) bytes as (…, 8 / bits, n) numbers of `bits` bits, the lowest first."""
+    """Return (…, n) bytes as (…, 8 / bits, n) numbers of `bits` bits, low bits first."""
     shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
     return (content[..., None, :] >> shifts) & np.uint8(mask)
 
