@@ -177,7 +177,8 @@ class GenerationEngine(Protocol):
         """Parse a sequence's complete answer into thoughts, text and calls.
 
         Slow; safe on any thread. A cut answer has no calls. If parsing fails, the answer stays
-        text, and a log event is returned. Raises Overloaded or Unavailable if other work leaves no time for parsing.
+        text, and a log event is returned. Raises Overloaded or Unavailable if other work leaves no
+        time for parsing.
         """
 
     def step(self, plan: StepPlan) -> StepResult:
