@@ -143,6 +143,34 @@ def attend_base2(q: mx.array, k: mx.array, v: mx.array, bias: mx.array | None) -
     return (weights @ v) / mx.sum(weights, axis=-1, keepdims=True)
 
 
+def attend_by_numpy(q: mx.array, k: mx.array, v: mx.array) -> mx.array:
+    """Return float32 attention, (heads, queries, head size), of scaled queries.
+
+    numpy's exp takes 0.5 ns a score, and exp2 4 to 15 ns (Sapphire Rapids, numpy 2.4.6).
+    """
+    outputs = []
+    for queries, keys, values in zip(*map(np.asarray, (q, k, v)), strict=True):
+        weights = queries @ keys.T
+        weights -= weights.max(axis=-1, keepdims=True)
+        np.exp(weights, out=weights)
+        outputs.append(weights @ values / weights.sum(axis=-1, keepdims=True))
+    return mx.array(np.stack(outputs))
+
+
+def gelu_by_numpy(x: mx.array) -> mx.array:
+    """Return float32 GELU by its tanh formula; numpy's tanh is fast as well."""
+    values = np.asarray(x)
+    inner = values * values
+    inner *= 0.044715
+    inner += 1
+    inner *= values
+    inner *= math.sqrt(2 / math.pi)
+    np.tanh(inner, out=inner)
+    inner += 1
+    inner *= values
+    return mx.array(inner) * 0.5
+
+
 def attend_fused(q: mx.array, k: mx.array, v: mx.array, bias: mx.array | None) -> mx.array:
     return mx.fast.scaled_dot_product_attention(q, k, v, scale=1.0, mask=bias)
 

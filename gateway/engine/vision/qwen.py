@@ -18,9 +18,11 @@ from mlx.nn.layers.normalization import LayerNorm
 
 from gateway.engine.device import evaluate
 from gateway.engine.models.counts import MOST_WIDTH
+from gateway.engine.models.encoder_kernels import attend_by_numpy, gelu_by_numpy
 
 Grid = tuple[int, int]  # rows and columns of patches
 Angles = tuple[mx.array, mx.array]  # cosines and sines, (patches, half a head)
+Kernel = Callable[[mx.array, mx.array, mx.array], mx.array]  # queries, keys, values
 Work = Generator[None, None, mx.array]
 
 # A layer's work is divided, so that other work gets the lane in between.
@@ -98,11 +100,19 @@ class _Pace:
             self._size = min(self._most, 2 * self._size)
 
 
+def _attend(queries: mx.array, keys: mx.array, values: mx.array) -> mx.array:
+    attended: mx.array = mx.fast.scaled_dot_product_attention(
+        queries[None], keys[None], values[None], scale=1.0
+    )
+    return attended[0]
+
+
 class _Attention(Module):
     def __init__(self, numbers: QwenVision) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         size = numbers.hidden_size
         self._heads = numbers.num_heads
+        self.kernel: Kernel = _attend
         self.qkv = Linear(size, 3 * size)
         self.proj = Linear(size, size)
 
@@ -117,23 +127,20 @@ class _Attention(Module):
 
     def attend(self, queries: mx.array, keys: mx.array, values: mx.array) -> mx.array:
         """Return (patches, hidden) for some queries, (heads, patches, size)."""
-        scale = queries.shape[-1] ** -0.5
-        attended = mx.fast.scaled_dot_product_attention(
-            queries[None], keys[None], values[None], scale=scale
-        )
-        count = queries.shape[1]
-        output: mx.array = self.proj(attended[0].transpose(1, 0, 2).reshape(count, -1))
+        attended = self.kernel(queries * queries.shape[-1] ** -0.5, keys, values)
+        output: mx.array = self.proj(attended.transpose(1, 0, 2).reshape(queries.shape[1], -1))
         return output
 
 
 class _Mlp(Module):
     def __init__(self, numbers: QwenVision) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.activation: Callable[[mx.array], mx.array] = gelu_approx
         self.linear_fc1 = Linear(numbers.hidden_size, numbers.intermediate_size)
         self.linear_fc2 = Linear(numbers.intermediate_size, numbers.hidden_size)
 
     def __call__(self, x: mx.array) -> mx.array:
-        output: mx.array = self.linear_fc2(gelu_approx(self.linear_fc1(x)))
+        output: mx.array = self.linear_fc2(self.activation(self.linear_fc1(x)))
         return output
 
 
@@ -186,6 +193,11 @@ class QwenTower(Module):
         self._light = _Pace(4, 128, MOST_PATCHES)  # in patches
         self._heavy = _Pace(LEAST_SCORES, 1 << 18, MOST_SCORES)  # in scores
 
+    def compute_on_cpu(self) -> None:
+        """Use the functions for float32 on a CPU, where mlx computes exp and tanh slowly."""
+        for block in self.blocks:
+            block.attn.kernel, block.mlp.activation = attend_by_numpy, gelu_by_numpy
+
     def encode(self, patches: mx.array, grid: Grid) -> Work:
         """Return an image's features, (tokens, 1 + DeepStack layers, decoder's hidden size), in
         steps.
@@ -197,7 +209,7 @@ class QwenTower(Module):
 
         def embed(part: slice) -> mx.array:
             places = self._positions(rows[part], columns[part], grid)
-            embedded: mx.array = self.patch_embed(patches[part].astype(self._dtype)) + places
+            embedded: mx.array = self.patch_embed(patches[part].astype(self.dtype)) + places
             return embedded
 
         x = yield from self._in_parts(self._light, len(patches), embed)
@@ -250,12 +262,12 @@ class QwenTower(Module):
     @property
     def token_bytes(self) -> int:
         """Return the most bytes that an image's token takes while it is encoded and read."""
-        numbers, itemsize = self.numbers, self._dtype.size
+        numbers, itemsize = self.numbers, self.dtype.size
         patches = numbers.token_numbers * _HELD
         return itemsize * (patches + numbers.out_hidden_size * (1 + len(numbers.deepstack)))
 
     @property
-    def _dtype(self) -> mx.Dtype:
+    def dtype(self) -> mx.Dtype:
         return self.blocks[0].norm1.weight.dtype
 
     def _positions(self, rows: Any, columns: Any, grid: Grid) -> mx.array:
@@ -265,7 +277,7 @@ class QwenTower(Module):
         total: mx.array | None = None
         for row, row_share in below:
             for column, column_share in across:
-                share = mx.array((row_share * column_share)[:, None]).astype(self._dtype)
+                share = mx.array((row_share * column_share)[:, None]).astype(self.dtype)
                 part = self.pos_embed(mx.array(row * side + column)) * share
                 total = part if total is None else total + part
         assert total is not None

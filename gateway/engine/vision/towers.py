@@ -62,6 +62,8 @@ def open_tower(
         mx.float32,
     )
     tower.set_dtype(pick_dtype(device, dtype, floating))
+    if device is Device.CPU and tower.dtype == mx.float32:
+        tower.compute_on_cpu()
     tower.eval()
     yield from read_in_slices(checkpoint, [array for _, array in _named(tower)])
     return tower
