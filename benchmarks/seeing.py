@@ -5,10 +5,7 @@ The files are as mlx-vlm writes them, whose classes ask for more keys than trans
 
 import base64
 import json
-import struct
-import zlib
 from pathlib import Path
-from random import Random
 from typing import Any, Final
 
 from benchmarks.checkpoints import TEMPLATE, mark_plain, write_chat_tokenizer
@@ -17,12 +14,12 @@ import mlx.core as mx  # isort: skip
 from mlx.utils import tree_flatten
 from mlx_lm.utils import _get_classes
 
+from gateway.bench.pictures import draw_png
 from gateway.engine.vision.qwen import QwenTower, QwenVision
 
 VOCABULARY: Final = 8192
 MARKS: Final = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 SIZE: Final = (640, 480)  # 300 tokens
-_PIXEL: Final = 16  # a picture is made of squares of so many pixels
 TEXT: Final[dict[str, Any]] = {
     "model_type": "qwen3_vl_text",
     "hidden_size": 512,
@@ -120,18 +117,6 @@ def write_seeing_chat(folder: Path) -> Path:
 
 
 def picture(seed: int, width: int = SIZE[0], height: int = SIZE[1]) -> str:
-    """Draw squares of random colours, and return the PNG as a data: URL."""
-    random = Random(seed)
-    rows = [
-        b"\0" + b"".join(random.randbytes(3) * _PIXEL for _ in range(width // _PIXEL))
-        for _ in range(height // _PIXEL)
-    ]
-    pixels = zlib.compress(b"".join(row * _PIXEL for row in rows), 1)
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    chunks = ((b"IHDR", header), (b"IDAT", pixels), (b"IEND", b""))
-    content = b"".join(
-        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-        for kind, data in chunks
-    )
-    encoded = base64.b64encode(b"\x89PNG\r\n\x1a\n" + content).decode()
+    """Return a PNG, the same for the same seed, as a data: URL."""
+    encoded = base64.b64encode(draw_png(seed, width, height)).decode()
     return f"data:image/png;base64,{encoded}"

@@ -4,6 +4,7 @@ The same seed makes the same texts, which all differ, so that no server can cach
 """
 
 import math
+from base64 import b64encode
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -102,11 +103,14 @@ def rerank(model: str, query: str, documents: Sequence[str]) -> Ask:
     return Ask("/rerank", orjson.dumps(body), count_pairs)
 
 
-def chat(model: str, prompt: str, *, max_tokens: int) -> Ask:
-    """Request a streamed chat answer with greedy sampling."""
+def chat(model: str, prompt: str, *, max_tokens: int, images: Sequence[bytes] = ()) -> Ask:
+    """Request a streamed chat answer with greedy sampling, about PNG files if there are some."""
+    urls = [f"data:image/png;base64,{b64encode(image).decode()}" for image in images]
+    parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    content = [*parts, {"type": "text", "text": prompt}] if parts else prompt
     body = {
         "model": model,
-        "messages": [{"role": "user", "content": prompt}],
+        "messages": [{"role": "user", "content": content}],
         "max_tokens": max_tokens,
         "temperature": 0,
         "stream": True,

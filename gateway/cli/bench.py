@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from gateway.bench.pictures import draw_png
 from gateway.bench.requests import Ask, Kind, Texts, Workload, chat, embeddings, rerank
 from gateway.cli import lazy
 from gateway.cli.terminal import fail, show
@@ -27,6 +28,7 @@ EMBEDDER, WRITER = "text-embedding-3-small", "gpt-4o-mini"
 MODELS = {Kind.EMBEDDINGS: EMBEDDER, Kind.RERANK: EMBEDDER, Kind.CHAT: WRITER}
 UNITS = {Kind.EMBEDDINGS: "vectors", Kind.RERANK: "pairs", Kind.CHAT: "tokens"}
 RERANKED_TEXTS = 32
+IMAGE_SIZE = (640, 480)  # 300 tokens, if a token is a square of 32 pixels
 COLUMNS = (
     "Clients", "Requests/s", "Units/s",
     "p50 ms", "p95 ms", "p99 ms", "First p50 ms", "First p95 ms", "Errors",
@@ -47,6 +49,7 @@ def bench(
     texts: int | None = typer.Option(None, min=1, help="Texts a request.", show_default="by kind"),
     words: str = typer.Option("15", metavar=NUMBERS, help="Words in a text, mixed."),
     prompt_words: str = typer.Option("30", metavar=NUMBERS, help="Words in a prompt, mixed."),
+    images: int = typer.Option(0, min=0, help="New images in a prompt, of 640 × 480 pixels."),
     max_tokens: int = typer.Option(64, min=1, help="Tokens in an answer."),
     timeout: float = typer.Option(600, min=0.1, help="Seconds after which a request has failed."),
     seed: int | None = typer.Option(None, min=0, help="Seed of texts.", show_default="a new one"),
@@ -65,6 +68,8 @@ def bench(
     documents = Texts(seed, _numbers(words, "--words"))
     prompts = Texts(seed, _numbers(prompt_words, "--prompt-words"))
     make = _maker(kind, model or MODELS[kind], documents, prompts, texts, max_tokens)
+    if images and kind is Kind.CHAT:
+        make = _image_maker(model or WRITER, prompts, seed, images, max_tokens)
     peer = lazy.load.Peer(url, key=api_key, timeout_s=timeout)
     measured = asyncio.run(_measure(peer, Workload(make), clients, warmup, duration))
     if as_json:
@@ -90,6 +95,17 @@ def _maker(
             return lambda number: rerank(model, prompts[number], documents.part(number, count))
         case Kind.CHAT:
             return lambda number: chat(model, prompts[number], max_tokens=max_tokens)
+
+
+def _image_maker(
+    model: str, prompts: Texts, seed: int, images: int, max_tokens: int
+) -> Callable[[int], Ask]:
+    def make(number: int) -> Ask:
+        seeds = range((seed << 32) + number * images, (seed << 32) + (number + 1) * images)
+        drawn = [draw_png(each, *IMAGE_SIZE) for each in seeds]
+        return chat(model, prompts[number], max_tokens=max_tokens, images=drawn)
+
+    return make
 
 
 def _numbers(given: str, option: str) -> list[int]:

@@ -8,7 +8,6 @@ from contextlib import aclosing
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import count
-from struct import pack
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -19,6 +18,7 @@ from gateway.app.limits import budget_bytes, generation_limits, sized_prefixes
 from gateway.app.loading import Batcher, ModelLoader
 from gateway.app.prefix_files import PrefixFiles
 from gateway.app.self_tests import SelfTest, verdict_store
+from gateway.bench.pictures import draw_png
 from gateway.bench.requests import Texts
 from gateway.doctor.report import Checked, Finding, Report
 from gateway.engine.blas import BLAS
@@ -251,7 +251,7 @@ async def _send_image(spec: ChatSpec, batcher: GenerationBatcher) -> Finding:
     """Have an image decoded, encoded and answered."""
     if batcher.engine.facts.images is None:
         return Finding("images", "skip", "it reads text." if spec.images else "`images: false`.")
-    image = ImageInput(_image(), "doctor's-image", "doctor", "image_url")
+    image = ImageInput(draw_png(0, IMAGE_SIDE, IMAGE_SIDE), "doctor's-image", "doctor", "image_url")
     started = time.perf_counter()
     usage = await _answer(spec, batcher, image.word, tokens=1, images=[image])
     tokens, seconds = usage.image_tokens, time.perf_counter() - started
@@ -348,13 +348,3 @@ async def _answer(
         async for _ in deltas:
             pass
         return generation.usage
-
-
-def _image() -> bytes:
-    """Return a BMP of IMAGE_SIDE × IMAGE_SIDE pixels, in shades of gray."""
-    row = bytes(value for value in range(IMAGE_SIDE) for _ in "rgb")
-    sizes = len(row) * IMAGE_SIDE, 0, 0, 0, 0
-    header = pack(
-        "<2s6i2h6i", b"BM", 54 + sizes[0], 0, 54, 40, IMAGE_SIDE, IMAGE_SIDE, 1, 24, 0, *sizes
-    )
-    return header + row * IMAGE_SIDE

@@ -129,3 +129,18 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
         timeout=60,
         check=False,
     )
+
+
+def test_images_are_sent_by_their_number(
+    portal: BlockingPortal, tmp_path: Path, inside: Inside
+) -> None:
+    """The writer reads text, so the gateway's refusal counts as an error."""
+    engines = ScriptedEngines(chat=ScriptedChat(max_context=1000))
+    with capture_logs() as lines:
+        gateway = served(catalog(tmp_path, MODELS), engines)
+        with portal.wrap_async_context_manager(gateway) as client:
+            given = ("--url", str(client.base_url), "--images", "2", *QUICK)
+            done = inside(ROOT, "bench", "chat", *given)
+    assert done.returncode == 1
+    assert "The first request failed: 400" in done.stderr
+    assert lines
