@@ -17,6 +17,7 @@ checkpoints        models with random weights, as much work as trained ones
 tiny_models        configurations of every architecture, as small as they can be
 batch_generator    mlx-lm's own generator, in-process or in a process of its own
 llama_cpp          llama.cpp, as node brings it
+seeing             a model with random weights that sees, and pictures for it
 raw_client         streams over plain sockets, which take next to nothing to read
 echo               the least that Starlette and Hypercorn can do
 """

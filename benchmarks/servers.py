@@ -55,6 +55,36 @@ async def mlx_lm(model: Path) -> AsyncIterator[str]:
 
 
 @asynccontextmanager
+async def mlx_vlm(python: Path, model: Path) -> AsyncIterator[str]:
+    """Serve a model with mlx-vlm's server, of another environment, on the OpenBLAS used here."""
+    port = str(_free_port())
+    command = ("-m", "mlx_vlm.server", "--model", str(model), "--host", "127.0.0.1", "--port", port)
+    url = f"http://127.0.0.1:{port}"
+    async with _running(
+        command, lambda _: url, _same_blas(), model.parent, python=python
+    ) as running:
+        yield running
+
+
+def _same_blas() -> dict[str, str]:
+    """Return variables with which another Python loads this one's OpenBLAS; none off Linux."""
+    import gateway.engine  # noqa: F401
+
+    if not sys.platform.startswith("linux"):
+        return {}
+    loaded = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+    files = [Path(line.split()[-1]) for line in loaded if line.endswith((".so", ".0"))]
+    found = {"LD_PRELOAD": "mlx-gateway/openblas/", "LD_LIBRARY_PATH": "scipy_openblas32/"}
+    named = {name: [file for file in files if part in str(file)] for name, part in found.items()}
+    if not all(named.values()):
+        return {}
+    return {
+        "LD_PRELOAD": str(named["LD_PRELOAD"][0]),
+        "LD_LIBRARY_PATH": str(named["LD_LIBRARY_PATH"][0].parent),
+    }
+
+
+@asynccontextmanager
 async def echo() -> AsyncIterator[str]:
     """Serve the bare Starlette application of `echo`."""
     port = str(_free_port())
@@ -107,6 +137,7 @@ async def _running(
     environment: Mapping[str, str] = MappingProxyType({}),
     folder: Path | None = None,
     paths: Sequence[str] = READY,
+    python: str | Path = sys.executable,
 ) -> AsyncIterator[str]:
     """Start Python with a command, wait until it answers, and stop it at the end.
 
@@ -115,7 +146,7 @@ async def _running(
     clean = {name: value for name, value in os.environ.items() if not name.startswith("GATEWAY_")}
     with TemporaryFile() as log:
         process = await asyncio.create_subprocess_exec(
-            sys.executable,
+            python,
             *command,
             env={**clean, **environment},
             cwd=folder,

@@ -30,6 +30,7 @@ from benchmarks.targets import (
     speculation,
     starting,
     structured,
+    vision,
 )
 from benchmarks.targets.rig import Rig
 from benchmarks.targets.verdicts import Verdict, markdown, not_measured
@@ -59,6 +60,7 @@ MEASUREMENTS: dict[str, Measurement] = {
     "prefix": prefix.prefix,
     "recording": recording.recording,
     "connections": small.steady,
+    "vision": vision.vision,
 }
 ROUNDS = 5
 QUICK = 0.2  # factor of every duration
@@ -71,7 +73,8 @@ def main() -> None:
     with TemporaryDirectory(prefix="mlx-gateway-bench-") as folder:
         rounds = options.rounds or (1 if options.quick else ROUNDS)
         scale = QUICK if options.quick else 1
-        rig = Rig.built(Path(folder), rounds=rounds, scale=scale, llama_cpp=options.llama_cpp)
+        peers = {"llama_cpp": options.llama_cpp, "mlx_vlm": options.mlx_vlm}
+        rig = Rig.built(Path(folder), rounds=rounds, scale=scale, **peers)
         names = options.only or MEASUREMENTS
         verdicts = asyncio.run(measured(rig, {name: MEASUREMENTS[name] for name in names}))
     print(markdown(verdicts))
@@ -121,6 +124,12 @@ def _options() -> argparse.Namespace:
         type=Path,
         metavar="FOLDER",
         help="where `npm install node-llama-cpp` was run: what SmolLM2 is compared with",
+    )
+    parser.add_argument(
+        "--mlx-vlm",
+        type=Path,
+        metavar="FILE",
+        help="the Python of an environment with mlx-vlm, which `vision` is compared with",
     )
     return parser.parse_args()
 

@@ -46,24 +46,32 @@ MODELS: dict[str, dict[str, Any]] = {
 class Rig:
     """A folder of models, how often each measurement is made, and how long it takes.
 
-    `scale` shortens every duration alike. `llama_cpp` is where npm put node-llama-cpp, if it did.
+    `scale` shortens every duration alike. `llama_cpp` is where npm put node-llama-cpp, if it
+    did, and `mlx_vlm` the Python of an environment with mlx-vlm.
     """
 
     folder: Path
     rounds: int
     scale: float
     llama_cpp: Path | None = None
+    mlx_vlm: Path | None = None
     _seeds: "count[int]" = field(default_factory=count)
 
     @classmethod
     def built(
-        cls, folder: Path, *, rounds: int, scale: float, llama_cpp: Path | None = None
+        cls,
+        folder: Path,
+        *,
+        rounds: int,
+        scale: float,
+        llama_cpp: Path | None = None,
+        mlx_vlm: Path | None = None,
     ) -> "Rig":
         """Write the models and their models.yaml into a folder."""
         write_chat(folder / CHAT)
         write_embedder(folder / NEAR_FREE)
         write_reranker(folder / RERANKER)
-        rig = cls(folder, rounds, scale, llama_cpp)
+        rig = cls(folder, rounds, scale, llama_cpp, mlx_vlm)
         entries = {name: {"preload": True, **entry} for name, entry in MODELS.items()}
         rig.models.write_text(yaml.safe_dump({"version": 1, "models": entries}), encoding="utf-8")
         return rig
