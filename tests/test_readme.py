@@ -23,7 +23,7 @@ PAGES = sorted(
     page
     for pages in (ROOT.glob("*.md"), *((ROOT / folder).rglob("*.md") for folder in FOLDERS))
     for page in pages
-    if "node_modules" not in page.parts
+    if not {"node_modules", ".pytest_cache"} & {*page.parts}
 )
 
 
