@@ -118,9 +118,12 @@ TOWER_SECONDS = Histogram(
     ["model"],
     buckets=_SECONDS,
 )
+OUTCOMES = frozenset(
+    ("measured", "decoded", "refused", "large", "busy", "late", "slow", "died", "killed")
+)
 IMAGE_DECODING = Histogram(
     "gateway_image_decode_seconds",
-    "Seconds in the process that reads image files, by the outcome.",
+    "Seconds until an image file was read, waits included, by the outcome.",
     ["outcome"],
     buckets=_SECONDS,
 )
@@ -188,11 +191,13 @@ def count_features(model: str, encoded: int, recalled: int) -> None:
 
 def time_decoding(read: Callable[P, tuple[str, T]]) -> Callable[P, tuple[str, T]]:
     """Return a function that reads images as `read` does, and is timed by its outcome."""
+    # The process that read a hostile file may name any outcome.
 
     def timed(*args: P.args, **kwargs: P.kwargs) -> tuple[str, T]:
         started = clock.now()
         outcome = read(*args, **kwargs)
-        of(IMAGE_DECODING, outcome[0]).observe(clock.now() - started)
+        name = outcome[0] if outcome[0] in OUTCOMES else "invalid"
+        of(IMAGE_DECODING, name).observe(clock.now() - started)
         return outcome
 
     return timed

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 from collections.abc import Sequence
 from itertools import count
 from statistics import median
@@ -106,8 +107,8 @@ async def _later_turn(rig: Rig, peer: Peer, seeds: "count[int]") -> Verdict:
                 )
                 wrong += answer.error is not None
                 turns += [_said("assistant", "yes and"), _said("user", Texts(seed, [8])[turn + 1])]
-            if number and answer.arrivals:
-                waits[has_image].append(answer.first)
+            if number:
+                waits[has_image].append(answer.first if answer.arrivals else math.inf)
             await rest()
     with_image, with_text = waits[True], waits[False]
     note = f"{1000 * median(with_image):.0f} / {1000 * median(with_text):.0f} ms"

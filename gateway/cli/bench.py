@@ -68,7 +68,9 @@ def bench(
     documents = Texts(seed, _numbers(words, "--words"))
     prompts = Texts(seed, _numbers(prompt_words, "--prompt-words"))
     make = _maker(kind, model or MODELS[kind], documents, prompts, texts, max_tokens)
-    if images and kind is Kind.CHAT:
+    if images and kind is not Kind.CHAT:
+        raise typer.BadParameter("only chat requests have images", param_hint="--images")
+    if images:
         make = _image_maker(model or WRITER, prompts, seed, images, max_tokens)
     peer = lazy.load.Peer(url, key=api_key, timeout_s=timeout)
     measured = asyncio.run(_measure(peer, Workload(make), clients, warmup, duration))

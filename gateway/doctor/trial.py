@@ -253,7 +253,7 @@ async def _send_image(spec: ChatSpec, batcher: GenerationBatcher) -> Finding:
         return Finding("images", "skip", "it reads text." if spec.images else "`images: false`.")
     image = ImageInput(draw_png(0, IMAGE_SIDE, IMAGE_SIDE), "doctor's-image", "doctor", "image_url")
     started = time.perf_counter()
-    usage = await _answer(spec, batcher, image.word, tokens=1, images=[image])
+    _, usage = await _answer(spec, batcher, image.word, tokens=1, images=[image])
     tokens, seconds = usage.image_tokens, time.perf_counter() - started
     message = f"one of {tokens} tokens was decoded and read in {seconds:.2g} seconds."
     return Finding("images", "ok", message, {"tokens": tokens, "seconds": seconds})
@@ -323,7 +323,7 @@ async def _write(
 ) -> int:
     """Generate `size` answers at once, and return the number of all tokens."""
     answers = (_answer(spec, batcher, _TEXTS[next(numbers)], TOKENS) for _ in range(size))
-    return sum(usage.completion_tokens for usage in await asyncio.gather(*answers))
+    return sum([tokens for tokens, _ in await asyncio.gather(*answers)])
 
 
 async def _answer(
@@ -332,8 +332,8 @@ async def _answer(
     text: str,
     tokens: int,
     images: Sequence[ImageInput] = (),
-) -> Usage:
-    """Generate an answer of a number of tokens, and return its usage."""
+) -> tuple[int, Usage]:
+    """Generate an answer of a number of tokens; return its number of tokens, and its usage."""
     # Thinking is off, so that each model does the same kind of work.
     spec = spec.model_copy(update={"thinking": False})
     job = GenerateJob(
@@ -345,6 +345,4 @@ async def _answer(
         images=images,
     )
     async with batcher.generate(job) as generation, aclosing(generation.deltas) as deltas:
-        async for _ in deltas:
-            pass
-        return generation.usage
+        return sum([delta.tokens async for delta in deltas]), generation.usage

@@ -5,7 +5,6 @@ rerank  documents → scores
 chat    conversations → deltas
 images  the images of a conversation
 steps   one choice of a chat job; the plan of an engine's step, and its result
-
 """
 
 import itertools

@@ -172,7 +172,7 @@ class EngineFacts:
     notes: Sequence[str] = ()  # sentences about parts of the model's files that are ignored
     verified: Verified = "no"
     images: ImageCost | None = None
-    is_timed_when_idle: bool = True  # False on a CPU, where larger batches are always faster
+    is_timed_when_idle: bool = True  # False on a CPU: larger batches were always faster there
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -141,7 +141,11 @@ class PrefixCache(Protocol):
 
 
 class GenerationEngine(Protocol):
-    """The computations of one chat model. All methods run on the lane unless stated otherwise."""
+    """The computations of one chat model.
+
+    Methods run on the lane unless stated otherwise. Any thread may read the properties, whose
+    values stay the same while the model is loaded.
+    """
 
     @property
     def facts(self) -> EngineFacts: ...
@@ -160,8 +164,9 @@ class GenerationEngine(Protocol):
     def prepare(self, job: GenerateJob) -> list[SequenceParams]:
         """Render and tokenize the prompt, and return one sequence per choice. Safe on any thread.
 
-        Raises BadRequest for a conversation that the template refuses, and ContextLengthExceeded
-        for a prompt that leaves no room for one token.
+        Raises BadRequest for a conversation that the template refuses or an image that cannot be
+        read, ContextLengthExceeded for a prompt that leaves no room for one token, and Overloaded
+        or Unavailable if an image cannot be decoded now.
         """
 
     def compile(self, grammar: Grammar) -> Compiled:
@@ -184,8 +189,8 @@ class GenerationEngine(Protocol):
     def step(self, plan: StepPlan) -> StepResult:
         """Change the batch as planned, then run a pass.
 
-        Sequences of a failed pass are prefilled again. If a sequence fails alone, its delta has the
-        error.
+        Sequences of a failed pass are prefilled again. If a sequence fails alone or cannot join,
+        its delta has the error.
         """
 
     def synchronize(self) -> None: ...

@@ -230,7 +230,7 @@ def join_texts(
             raise BadRequest(
                 f"Invalid '{place}[{i}]': a part of type '{part.type}' is not served; "
                 "text and images are.",
-                param=place,
+                param=f"{place}[{i}]",
             )
         field = part.fields[part.type]
         value = require(getattr(part, field), f"{place}[{i}].{field}")

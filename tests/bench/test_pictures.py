@@ -10,9 +10,9 @@ from gateway.bench.requests import chat
 
 
 def test_images_are_the_same_again_and_no_two_alike() -> None:
-    drawn = [draw_png(seed, 64, 48) for seed in (1, 1, 2)]
+    drawn = [draw_png(seed, 64, 96) for seed in (1, 1, 2)]
     first, again, other = (Image.open(io.BytesIO(each)) for each in drawn)
-    assert (first.size, first.mode) == ((64, 48), "RGB")
+    assert (first.size, first.mode) == ((64, 96), "RGB")
     assert first.tobytes() == again.tobytes() != other.tobytes()
 
 

@@ -265,12 +265,11 @@ def picture(choose: random.Random) -> bytes:
     kind = choose.choice(("PNG", "JPEG", "WEBP", "GIF", "BMP"))
     image = noise(width, height, choose.randrange(9))
     whole = bytearray(saved(image.quantize(8) if kind == "GIF" else image, kind))
-    for _ in range(choose.choice((0, 0, 1, 3, 40))):
+    for _ in range(choose.choice((0, 0, 0, 0, 1, 3, 40))):
         whole[choose.randrange(len(whole))] = choose.randrange(256)
     return choose.choice(
         (
-            bytes(whole),
-            bytes(whole),
+            *([bytes(whole)] * 6),
             bytes(whole[: choose.randrange(len(whole))]),
             png(choose.choice((30_000, 2**31 - 1, 0)), choose.choice((30_000, 1)), b""),
             jpeg_size(saved(noise(), "JPEG"), 65_535, 65_535),
@@ -284,20 +283,20 @@ def picture(choose: random.Random) -> bytes:
 def seen(choose: random.Random) -> tuple[str, Body]:
     """Show images, in any of the ways to show them, to a model that sees or to one that reads."""
     data = base64.b64encode(picture(choose)).decode()
-    if choose.random() < 0.2:
+    if choose.random() < 0.1:
         data = choose.choice((data[:-1], data + "=", data + "\n", "%", "é" * 99))
     url = f"data:image/{choose.choice(('png', 'x', ''))};base64,{data}"
     if choose.random() < 0.1:
         url = choose.choice(("http://127.0.0.1:9/x.png", "file:///etc/passwd", data))
-    count = choose.choice((1, 1, 1, 2, 64, 65))
-    detail = choose.choice(("low", "auto", "high", "original", None, "none"))
+    count = choose.choice((1,) * 6 + (2, 65))
+    detail = choose.choice(("low", "auto", "high", "original", None) * 3 + ("none",))
     wire: Body = {"type": "image_url", "image_url": {"url": url, "detail": detail}}
     flat: Body = {"type": "input_image", "image_url": url, "detail": detail}
     kind = choose.choice(("base64",) * 8 + ("url", "file"))
     source = {"type": kind, "media_type": "x/y", "data": data}
     block: Body = {"type": "image", "source": source}
     text: Body = {"type": "text", "text": choose.choice((*SIGHT, *MARKS))}
-    shown = {"role": choose.choice(("user", "user", "user", "tool", "system", "assistant"))}
+    shown = {"role": choose.choice(("user",) * 7 + ("tool", "system", "assistant"))}
     result = {"type": "tool_result", "tool_use_id": "c", "content": [block] * count}
     output = {"type": "function_call_output", "call_id": "c", "output": [flat] * count}
     path, given = choose.choice(

@@ -203,7 +203,7 @@ def test_arguments_that_were_cut_are_named() -> None:
         ([{**CALL, "call_id": None}], "input[0].call_id"),
         ([{**CALL, "name": ""}], "input[0].name"),
         ([CALL, {**OUTPUT, "call_id": None}], "input[1].call_id"),
-        ([CALL, {**OUTPUT, "output": [{"type": "input_file"}]}], "input[1].output"),
+        ([CALL, {**OUTPUT, "output": [{"type": "input_file"}]}], "input[1].output[0]"),
         ([CALL, {**OUTPUT, "output": [{"type": "text"}]}], "input[1].output[0].text"),
         ("x" * 1300, "input"),
         ([{"type": "reasoning", "content": "x" * 1300}], "input"),
@@ -309,7 +309,7 @@ def test_parts_of_other_servers_are_skipped_in_earlier_turns() -> None:
     said = {"role": "assistant", "content": [other, {"type": "output_text", "text": "Hm."}]}
     turns = job([thought, said, CALL, {**OUTPUT, "output": [other]}]).messages
     assert [turn["content"] for turn in turns] == ["Hm.", ""]
-    assert refused([{"role": "user", "content": [other]}]).param == "input[0].content"
+    assert refused([{"role": "user", "content": [other]}]).param == "input[0].content[0]"
 
 
 def test_a_line_break_counts_as_one_character() -> None:

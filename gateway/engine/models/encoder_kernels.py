@@ -146,29 +146,34 @@ def attend_base2(q: mx.array, k: mx.array, v: mx.array, bias: mx.array | None) -
 def attend_by_numpy(q: mx.array, k: mx.array, v: mx.array) -> mx.array:
     """Return float32 attention, (heads, queries, head size), of scaled queries.
 
-    numpy's exp takes 0.5 ns a score, and exp2 4 to 15 ns (Sapphire Rapids, numpy 2.4.6).
+    numpy's exp takes 0.5 ns a score, and exp2 4 to 15 ns (Sapphire Rapids, numpy 2.4.6). mlx
+    computes the products: the threads of numpy's own BLAS would compete with those of mlx's.
     """
     outputs = []
-    for queries, keys, values in zip(*map(np.asarray, (q, k, v)), strict=True):
-        weights = queries @ keys.T
-        weights -= weights.max(axis=-1, keepdims=True)
-        np.exp(weights, out=weights)
-        outputs.append(weights @ values / weights.sum(axis=-1, keepdims=True))
-    return mx.array(np.stack(outputs))
+    for queries, keys, values in zip(q, k, v, strict=True):
+        scores = queries @ keys.T
+        weights = np.asarray(scores)  # the same memory, so `scores` become the weights
+        with np.errstate(all="ignore"):
+            weights -= weights.max(axis=-1, keepdims=True)
+            np.exp(weights, out=weights)
+        outputs.append(scores @ values / mx.array(weights.sum(axis=-1, keepdims=True)))
+    return mx.stack(outputs)
 
 
 def gelu_by_numpy(x: mx.array) -> mx.array:
     """Return float32 GELU by its tanh formula; numpy's tanh is fast as well."""
     values = np.asarray(x)
-    inner = values * values
-    inner *= 0.044715
-    inner += 1
-    inner *= values
-    inner *= math.sqrt(2 / math.pi)
-    np.tanh(inner, out=inner)
-    inner += 1
-    inner *= values
-    return mx.array(inner) * 0.5
+    with np.errstate(all="ignore"):
+        inner = values * values
+        inner *= 0.044715
+        inner += 1
+        inner *= values
+        inner *= math.sqrt(2 / math.pi)
+        np.tanh(inner, out=inner)
+        inner += 1
+        inner *= 0.5
+        inner *= values
+    return mx.array(inner)
 
 
 def attend_fused(q: mx.array, k: mx.array, v: mx.array, bias: mx.array | None) -> mx.array:
