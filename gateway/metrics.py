@@ -1,4 +1,4 @@
-"""Every metric of the gateway."""
+"""The metrics of the gateway."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -177,7 +177,7 @@ def count_prompt(model: str, tokens: int) -> None:
 
 
 def count_images(model: str, tokens: Sequence[int]) -> None:
-    """Count a prompt's images; `tokens` has the token count of each."""
+    """Count a prompt's images; `tokens` has each image's number of tokens."""
     of(IMAGES, model).inc(len(tokens))
     of(IMAGE_TOKENS, model).inc(sum(tokens))
 
@@ -190,7 +190,7 @@ def count_features(model: str, encoded: int, recalled: int) -> None:
 
 
 def time_decoding(read: Callable[P, tuple[str, T]]) -> Callable[P, tuple[str, T]]:
-    """Return a function that reads images as `read` does, and is timed by its outcome."""
+    """Return `read` with a timer that records the seconds of each call by the call's outcome."""
     # The process that read a hostile file may name any outcome.
 
     def timed(*args: P.args, **kwargs: P.kwargs) -> tuple[str, T]:
@@ -261,7 +261,7 @@ class _Readings(Collector):
 
 @contextmanager
 def register(read: Callable[[], Iterable[Reading]]) -> Iterator[None]:
-    """Add the readings of `read` to each scrape, until exit."""
+    """While entered, add the readings that `read` returns to each scrape."""
     collector = _Readings(read)
     REGISTRY.register(collector)
     try:

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.api.in_flight import while_connected
-from gateway.api.requests import LONG_BYTES, Service, ignored_header, reply, time_stage
+from gateway.api.requests import Service, ignored_header, reply, time_stage
 from gateway.clock import Stage
 from gateway.errors import BadRequest
 from gateway.registry import ChatSpec
@@ -69,7 +69,7 @@ async def detokenize(service: Service, request: Request) -> Response:
                 raise BadRequest("Invalid 'tokens': the model has no such token.", param="tokens")
             return tokens.decode(ids)
 
-        kind: Kind = "long prompts" if len(ids) > LONG_BYTES else "short prompts"
+        kind: Kind = "long prompts" if len(ids) > 32_000 else "short prompts"
         answer: wire.Detokenized = {"prompt": await _run(service, request, decode, kind)}
     return reply(answer, headers=ignored_header(parsed.ignored))
 

@@ -144,8 +144,8 @@ class ChatEngines:
             image_secret=folder_secret(self.settings),
         )
         setup = await run_in_daemon_thread(read)
-        if setup.chat.untried is not None:
-            log.warning("template_untried", model=spec.id, why=setup.chat.untried)
+        if setup.chat.trial_error is not None:
+            log.warning("template_untried", model=spec.id, why=setup.chat.trial_error)
         for field in setup.unread_formats:
             log.warning("format_unknown", model=spec.id, hint=f"set `{field}:`")
         if setup.reader is not None and setup.reader.problem is not None:

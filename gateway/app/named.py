@@ -1,4 +1,4 @@
-"""Reads the catalog of served models, from models.yaml, the settings and the disk.
+"""Makes the catalog of served models from models.yaml, the settings and the disk.
 
 The hub's client and mlx are imported late, since most calls need neither.
 """
@@ -56,7 +56,7 @@ def load_served(settings: Settings) -> Catalog:
 def read_served(settings: Settings, *, may_pull: bool | None = None) -> Reading:
     """Read the served models, and collect problems instead of raising them.
 
-    `may_pull` (default GATEWAY_AUTO_PULL) lets the hub tell a missing model's kind.
+    If `may_pull`, the hub is asked for a missing model's kind. The default is GATEWAY_AUTO_PULL.
     """
     set_variables, known = variables(), read_short_names() if settings.serve else {}
     named: dict[str, Mapping[str, Any]] = {}
@@ -98,9 +98,10 @@ def read_served(settings: Settings, *, may_pull: bool | None = None) -> Reading:
 
 
 def parse_name(text: str) -> Source | None:
-    """Return the source that a name stands for; None for an id or a short name.
+    """Return the source that a name stands for, or None if it is an id or a short name.
 
-    An existing path wins over a repository of that name. Raises ValueError for an invalid source.
+    An existing path is preferred to a repository of the same name. Raises ValueError if the source
+    is invalid.
     """
     path = os.path.expanduser(text)
     if text.partition(":")[0] in SCHEMES:
@@ -148,7 +149,7 @@ def _discover(settings: Settings, given: Mapping[str, str]) -> tuple[Entries, di
 
 
 def _select(catalog: Catalog, ids: list[str], settings: Settings, found: Entries) -> Catalog:
-    """Return the named models, which are preloaded, then the other served models."""
+    """Return first the named models, which are preloaded, and then the other served models."""
     chosen: dict[str, ModelSpec] = {}
     for name in ids:
         spec = catalog.resolve(name).spec

@@ -1,4 +1,4 @@
-"""`mlx-gateway models recommend`: lists the models of the catalogue that fit a machine.
+"""`mlx-gateway models recommend`: lists the catalogue's models that fit into a machine's memory.
 
 Memory must have room for the weights, one sequence's KV and the smallest prefix cache. The sequence
 is as long as the memory allows, up to the model's context.
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
     from gateway.jobs.steps import KvCost
 
 GIB: Final = 1 << 30
-STEP: Final = 1024  # tokens by which contexts are shortened
-LEAST_CONTEXT: Final = 4096  # tokens; a model with fewer is of little use
+STEP: Final = 1024  # tokens; contexts are shortened in these steps
+LEAST_CONTEXT: Final = 4096  # tokens; a shorter context is of little use
 HALF: Final = 2  # bytes of a number in the KV cache
-# Metal recommends two thirds of a Mac's memory up to 32 GiB, three quarters above. Sources:
-# https://github.com/ggml-org/llama.cpp, issues 2048, 5206, 1870. Newer macOS recommends more of 128
-# GiB: https://github.com/antirez/ds4/pull/893.
+# Metal recommends two thirds of a Mac's memory up to 32 GiB, and three quarters of a larger memory.
+# Sources: https://github.com/ggml-org/llama.cpp, issues 2048, 5206, 1870. Newer versions of macOS
+# recommend a larger share of 128 GiB: https://github.com/antirez/ds4/pull/893.
 SMALL_MAC: Final = 32 * GIB
-# The bytes of weights that decoding one token reads. Memory bandwidth ÷ these bytes limits the
-# tokens a second (https://github.com/ggml-org/llama.cpp/pull/1642).
+# Words for speeds, by the most bytes of weights that are read to decode one token. Memory bandwidth
+# ÷ these bytes limits the tokens per second: https://github.com/ggml-org/llama.cpp/pull/1642.
 SPEEDS: Final = ((2_000_000_000, "fast"), (8_000_000_000, "medium"))
 
 
@@ -49,8 +49,8 @@ class Fit:
     kv_bytes: int
     prefix_bytes: int
     token_bytes: int
-    verified: str  # the reference that answers of its family were compared with
-    sees: bool | None  # whether it reads images here; None if no page says so
+    verified: str  # the reference whose answers the family's were compared with
+    sees: bool | None  # whether the gateway can send it images; None if unknown
 
     @property
     def total_bytes(self) -> int:
@@ -81,7 +81,7 @@ def kv_cost(groups: Iterable[LayersKept]) -> "KvCost":
 
 
 def _state_bytes(group: LayersKept) -> int:
-    """Return the bytes of a Gated DeltaNet layer: a float32 state and three tokens' inputs."""
+    """Return the bytes that a Gated DeltaNet layer keeps: a float32 state, and 3 tokens' inputs."""
     inputs = (2 * group.key_heads + group.value_heads) * group.head_dim
     return 4 * group.value_heads * group.head_dim**2 + 3 * HALF * inputs
 
@@ -126,7 +126,7 @@ def working_set(machine_bytes: int) -> int:
 
 
 def _read_memory(text: str) -> int:
-    """Read a size such as 64GB or 64. Both mean GiB, as for a Mac's memory."""
+    """Return the bytes of a size such as 64GB or 64. Both mean 64 GiB."""
     match = re.fullmatch(r"(\d{1,5}) *(?:GB|GiB|G)?", text.strip(), re.IGNORECASE)
     if match is None or not int(match[1]):
         raise typer.BadParameter(f"{text!r} is not a size such as 64GB", param_hint="--memory")
@@ -145,7 +145,7 @@ def recommend(
         memory_bytes = lazy.device.memory_bytes(lazy.device.choose_device(settings.device))
     else:
         memory_bytes = working_set(_read_memory(memory))
-        settings = settings.model_copy(update={"cache_max_bytes": None})  # a limit of this machine
+        settings = settings.model_copy(update={"cache_max_bytes": None})  # this machine's limit
     budget = human_bytes(lazy.limits.budget_bytes(settings, memory_bytes))
     columns = ("Model", "Kind", "Weights", "Context", "KV", "Kept prompts", "In all")
     found = [_row(fit) for fit in fits(memory_bytes, settings) if fit.context is not None]

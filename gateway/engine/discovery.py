@@ -1,6 +1,6 @@
-"""Search for models on this machine, and recognition of each model's kind.
+"""Finds the models on this machine, and recognizes each model's kind.
 
-A model whose kind is unclear is refused, with an entry for models.yaml that would state the kind.
+A model of unclear kind is refused. The error suggests an entry of models.yaml that states the kind.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from gateway.registry import is_gguf, parse_source
 
 Kind: TypeAlias = Literal["chat", "embedding", "rerank"]
 
-# In bytes; tokenizer_config.json has up to two million.
+# Limit of a JSON file's bytes. tokenizer_config.json has up to two million.
 MOST_BYTES: Final = 8_000_000
 _OF_SENTENCES: Final = (
     "modules.json",
@@ -44,7 +44,7 @@ _SCORES: Final = "kind: rerank, scoring: labels"
 
 
 class _Unclear(Exception):
-    """A model's kind is unclear; `keys` would state the kind in models.yaml."""
+    """A model's kind is unclear. Adding `keys` to models.yaml would state the kind."""
 
     def __init__(self, why: str, keys: str = "kind: …") -> None:
         super().__init__(why)
@@ -54,7 +54,7 @@ class _Unclear(Exception):
 def read_kind(files: Path | None, model: str, source: str) -> Kind:
     """Return a model's kind, or raise ModelRefused.
 
-    `files` is a folder, perhaps without weights, or a GGUF file. None stands for a GGUF file that
+    `files` is a GGUF file or a folder, and the folder may lack weights. None means that a GGUF file
     isn't downloaded.
     """
     try:
@@ -73,7 +73,7 @@ def read_kind(files: Path | None, model: str, source: str) -> Kind:
 
 
 def _require_plain_name(model: str) -> None:
-    # Embedding models that mlx-lm converts look like the chat models they were trained from.
+    # After mlx-lm has converted an embedding model, its files look like a chat model's.
     found = _NAMED.search(model.lower())
     if found is None:
         return
@@ -145,7 +145,7 @@ def _of_decoder(folder: Path, model: str, kind: str, config: Mapping[str, Any]) 
 
 
 def read_object(folder: Path, name: str) -> dict[str, Any]:
-    """Return the object in a JSON file, or {} without a file. Raises ValueError."""
+    """Return the object in a JSON file, or {} if there is no file. Raises ValueError."""
     if not (folder / name).is_file():
         return {}
     with (folder / name).open("rb") as file:
@@ -184,7 +184,7 @@ def discover(places: Sequence[str], hub: Hub) -> Iterator[Found]:
 
 
 def _find_cached(cache: Path) -> Iterator[Found]:
-    """Yield each model once, at its branch `main` if that can be served."""
+    """Yield each model once, in the revision `main` if that revision can be served."""
     for repo in _listed(cache):
         if not repo.name.startswith("models--"):
             continue
@@ -221,7 +221,7 @@ def _each(files: Iterable[Path], name: str, source: str, commit: str = "") -> It
 
 def _found(path: Path, model: str, source: str) -> Found:
     try:
-        parse_source(source, path)  # raises for one part of a split model
+        parse_source(source, path)  # raises for a part of a split model
         if not has_weights(path):
             return Found(model, source, None, "its weights are not here, or not all of them")
         return Found(model, source, read_kind(path, model, source))

@@ -79,12 +79,12 @@ _PACKAGE = re.compile(r"(?P<module>[A-Za-z_]\w*)(?:/(?P<inside>[^/\\]+(?:/[^/\\]
 _PIECE = re.compile(r"-\d{5}-of-(?!00001)\d{5}\.gguf", re.IGNORECASE)
 SCHEMES = ("hub", "path", "package")
 SOURCE_PATTERN = "^(hub|path|package):.+"
-_ELSE = re.compile(r"\s*,\s*(?=hub:)")
+_FALLBACK_COMMA = re.compile(r"\s*,\s*(?=hub:)")
 
 
 def parse_source(text: str, folder: Path) -> Source:
     """Parse a source; `path:` is relative to `folder`. Raises ValueError."""
-    first, *others = _ELSE.split(text, maxsplit=1)
+    first, *others = _FALLBACK_COMMA.split(text, maxsplit=1)
     if others and first.startswith("package:"):
         package, source = parse_source(first, folder), parse_source(others[0], folder)
         if package.is_gguf != source.is_gguf:

@@ -1,10 +1,10 @@
 """Parses YAML into plain values with their lines, and replaces ${VAR:-default} in them.
 
-Problems are collected, so that all are reported together.
+Problems are collected and reported together.
 """
 
-# ruamel.yaml also knows lines, but raises at the first repeated key. It also converts values before
-# variables can be replaced in them.
+# ruamel.yaml would stop at the first repeated key, and would convert values before variables are
+# replaced.
 
 import re
 from collections.abc import Callable, Mapping
@@ -15,7 +15,7 @@ import yaml
 
 from gateway.registry.names import did_you_mean, nearest
 
-MAX_VALUES = 100_000  # most values of a file; 480 bytes of anchors can make hundreds of millions
+MAX_VALUES = 100_000  # values in a file; 480 bytes with anchors can expand to hundreds of millions
 
 # The keys and indices that lead to a value.
 Where = tuple[str | int, ...]
@@ -66,7 +66,8 @@ class ExpansionInvalid(ValueError):
 def expand(text: str, variables: Mapping[str, str]) -> tuple[str, list[str]]:
     """Replace `${VAR}` and `${VAR:-default}`, and return the text and the variables' names.
 
-    `$$` is a dollar sign, and the default also replaces an empty value. Raises ExpansionInvalid.
+    `$$` becomes a dollar sign. The default replaces an unset or empty variable. Raises
+    ExpansionInvalid.
     """
     names: list[str] = []
 
@@ -91,7 +92,7 @@ def expand(text: str, variables: Mapping[str, str]) -> tuple[str, list[str]]:
     return _PART.sub(value, text), names
 
 
-# A value that is empty once its variables are replaced. Its key counts as absent.
+# Stands for a value that is empty after its variables are replaced. Its key is left out.
 _ABSENT = object()
 
 
@@ -138,14 +139,14 @@ def _plain_tag(loader: _Loader, text: str) -> str:
 
 
 def read_plain_value(text: str) -> object:
-    """Read a text as an unquoted YAML value, or as text if it is none."""
+    """Return the value of a text in YAML without quotes, or else the text."""
     loader = _Loader("")
     tag = _plain_tag(loader, text)
     try:
         if tag in _SCALARS:
             return loader.construct_object(yaml.ScalarNode(tag, text))
         return text
-    except ValueError:  # `0b_` looks like a number
+    except ValueError:  # the text looks like a number, such as `0b_`
         return text
 
 
@@ -182,7 +183,7 @@ class _Builder:
     def _mapping(
         self, node: yaml.MappingNode, where: Where, around: tuple[yaml.Node, ...]
     ) -> dict[str, Any]:
-        if id(node) not in self._flat:  # a mapping with an anchor is built once for each use
+        if id(node) not in self._flat:  # a mapping with an anchor is built again for each use
             self._flat.add(id(node))
             self._report_duplicates(node)
             self._loader.flatten_mapping(node)

@@ -113,8 +113,9 @@ class _NoWaiting:
 
 
 class Http1(H11Protocol):
-    """HTTP/1.1 that notices disconnects, and refuses a request whose end a proxy might see
-    elsewhere (RFC 9112).
+    """HTTP/1.1 that notices disconnects.
+
+    It refuses a request if a proxy might disagree about where it ends (RFC 9112).
     """
 
     def __init__(self, *args: Any) -> None:
@@ -173,7 +174,7 @@ class Http1(H11Protocol):
         return _UNCLEAR.search(seen, start, len(seen) if end < 0 else end) is None
 
     def _check_body_end(self, data: bytes) -> None:
-        """Close the connection after this request if a proxy might see the body end elsewhere."""
+        """Close the connection after this request if a proxy might disagree where the body ends."""
         is_whole = self.connection.their_state is h11.DONE
         if is_whole:
             rest, _ = self.connection.trailing_data

@@ -1,4 +1,4 @@
-"""Bounds on waiting requests and tokens, arriving requests, and deadlines."""
+"""Limits each model's queue, counts requests that are arriving, and enforces deadlines."""
 
 import asyncio
 import contextlib
@@ -76,7 +76,7 @@ NO_BOUND: Final = 2**62
 
 
 def retry_after_s(waiting: float, finished: float, seconds: float) -> float:
-    """Estimate the seconds until a queue has drained, after `finished` items in `seconds`."""
+    """Estimate the seconds until `waiting` items are done, if `finished` items took `seconds`."""
     drained_s = waiting * seconds / (finished + 1)
     return min(MOST_RETRY_S, max(LEAST_RETRY_S, drained_s))
 
@@ -120,8 +120,8 @@ class Admission:
     ) -> Iterator[None]:
         """Hold `amount` while entered. Raises Overloaded if there is no room.
 
-        If `is_more`, the request holds an amount already, and gets more only while the total of all
-        requests stays within half of the limit.
+        `is_more` means that the request already holds an amount. It gets more only if all requests
+        together then hold at most half of the limit.
         """
         held = self._held + amount
         is_greedy = is_more and 2 * held > self.limit
@@ -130,7 +130,7 @@ class Admission:
                 f"The model `{self._model}` has {self._held} {self._noun} waiting already.",
                 retry_after_s=self.retry_after_s() if retry_after_s is None else retry_after_s,
             )
-        if not self._held:  # the rate leaves out time in which nothing was held
+        if not self._held:  # idle time would make `retry_after_s` too long
             self.begin()
         self._held = held
         self._gauge.inc(amount)

@@ -13,7 +13,8 @@ from gateway.wire.images import REFUSING, ImageReader
 from gateway.wire.messages import read_arguments
 from gateway.wire.validation import IMAGE_TYPES, KNOWN, OTHER, Part, Skipped, by_type, require
 
-# Claude Code's first system block changes with every session, so prompts would share no prefix.
+# Claude Code's first system block begins with this text. The block is left out, because it changes
+# with every session, and prompts would share no prefix.
 NOT_FOR_MODELS = "x-anthropic-billing-header:"
 _HINTS = frozenset({"cache_control", "citations"})
 _READABLE = ("text", "document", "search_result")
@@ -102,7 +103,7 @@ class InputBlock(Readable):
 
     @property
     def unread(self) -> frozenset[str]:
-        """Count `input` as ignored unless it is an object."""
+        """Return the ignored field: `input`, unless it is an object."""
         return frozenset(() if isinstance(self.input, dict) else {"input"})
 
 
@@ -159,9 +160,9 @@ def is_continuation(messages: Sequence[InputMessage], images: ImageReader = REFU
 def to_turns(
     system: SystemPrompt | None, messages: Sequence[InputMessage], images: ImageReader = REFUSING
 ) -> list[dict[str, Any]]:
-    """Return the turns that chat templates read, with a word for each image.
+    """Return the turns that chat templates read, with a placeholder word for each image.
 
-    Raises BadRequest for a block that is not read, and for a conversation without content.
+    Raises BadRequest for a block that is not served, and for a conversation without content.
     """
     # Consecutive messages of one role become one turn, but each call's result is a separate turn.
     turns: list[dict[str, Any]] = []
@@ -267,7 +268,7 @@ def _join(texts: Iterator[str] | Sequence[str]) -> str:
 
 
 def _join_content(content: Iterable[tuple[bool, str]]) -> str:
-    """Join pairs (is an image, text), with an empty line only between two texts."""
+    """Join pairs of (is an image, text), with an empty line only between two texts."""
     runs = groupby(content, key=itemgetter(0))
     return "".join(
         ("" if is_image else "\n\n").join(text for _, text in run if text) for is_image, run in runs

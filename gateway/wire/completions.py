@@ -79,7 +79,7 @@ def to_jobs(
     _check(request, bounds)
     _, grammar = request.form()
     if grammar is not None and grammar.kind == "json_schema":
-        grammar = replace(grammar, strict=True)  # this endpoint's answers can't report a verdict
+        grammar = replace(grammar, strict=True)  # these answers have no field for a verdict
     prompts: list[Any] = list(request.prompt)
     caller.timings.parallel = [Timings() for _ in prompts[1:]]
     return [
@@ -93,7 +93,7 @@ def to_jobs(
             n=request.n,
             grammar=grammar,
             logprobs=request.logprobs,
-            # The engine echoes only with logprobs or token ids; CompletionWriter echoes plain text.
+            # The engine echoes ids, and text with logprobs. CompletionWriter echoes other text.
             echo=request.echo and (request.logprobs is not None or not isinstance(prompt, str)),
         )
         for prompt, timings in zip(prompts, [caller.timings, *caller.timings.parallel], strict=True)
@@ -160,7 +160,7 @@ class CompletionWriter(ChunkWriter):
         # The choices are in the order of the prompts.
         self._choices: list[TextChoiceWriter] = []
         for index in range(len(request.prompt) * request.n):
-            prompt = request.prompt[index // request.n]  # the text of token ids comes in a delta
+            prompt = request.prompt[index // request.n]  # a delta has the text of token ids
             echo = prompt if request.echo and isinstance(prompt, str) else ""
             self._choices.append(TextChoiceWriter(index, echo=echo, with_logprobs=has_logprobs))
 
@@ -247,7 +247,7 @@ class _ScoredToken(NamedTuple):
 
 
 def _logprobs_by_text(token: TokenLogprob) -> dict[str, float]:
-    # Tokens may have the same text, so the likeliest is written last.
+    # If several tokens have the same text, the likeliest is written last and is kept.
     by_text = {token.chosen.token: token.chosen.logprob}
     for likelihood in reversed(token.top):
         by_text[likelihood.token] = likelihood.logprob

@@ -69,7 +69,7 @@ class Function(Part):
 
     @property
     def unread(self) -> frozenset[str]:
-        """Count `arguments` as ignored unless they are an object."""
+        """Return the ignored field: `arguments`, unless they are an object."""
         return frozenset({"arguments"} if parse_object(self.arguments) is None else ())
 
 
@@ -105,9 +105,9 @@ class Message(Part):
     name: Label | None = None
     tool_calls: Annotated[list[ToolCall], FAIL_FAST, ITEM_LIMIT] | None = None
     tool_call_id: Label | None = None
-    prefix: bool | None = None  # Mistral's and DeepSeek's field
+    prefix: bool | None = None  # Mistral's and DeepSeek's field: continue this message
     reasoning_content: Thoughts = None
-    reasoning: Thoughts = None  # vLLM's and OpenRouter's name
+    reasoning: Thoughts = None  # vLLM's and OpenRouter's name of `reasoning_content`
 
     @property
     def has_text(self) -> bool:
@@ -153,9 +153,9 @@ def is_continuation(messages: Sequence[Message], *, requested: bool) -> bool:
 
 
 def to_template(messages: list[Message], images: ImageReader = REFUSING) -> list[dict[str, Any]]:
-    """Return the turns that chat templates read, at least one, with a word for each image.
+    """Return one or more turns for chat templates, with a placeholder word for each image.
 
-    Raises BadRequest for content that is not read.
+    Raises BadRequest for content that is not served.
     """
     # Many templates allow only one system turn, at the start, and no two user turns in a row.
     turns = [_turn(message, f"messages[{i}]", images) for i, message in enumerate(messages)]
@@ -215,9 +215,9 @@ def join_texts(
     skips: bool = False,
     images: ImageReader = REFUSING,
 ) -> str:
-    """Return the text of all parts, with a word for each image.
+    """Return the text of all parts, with a placeholder word for each image.
 
-    Raises BadRequest for other parts; with `skips`, parts of unknown types are left out instead.
+    Raises BadRequest for other parts. With `skips`, parts of unknown types are left out instead.
     """
     texts = []
     for i, part in enumerate(parts):
@@ -239,7 +239,7 @@ def join_texts(
 
 
 def parse_object(given: object) -> dict[str, Any] | None:
-    """Return an object that is given as it is or as JSON, or None for anything else."""
+    """Return an object that is given as a dict or as JSON, or None for any other value."""
     if isinstance(given, str):
         try:
             given = parse(given.encode() or b"{}")
@@ -249,9 +249,9 @@ def parse_object(given: object) -> dict[str, Any] | None:
 
 
 def read_arguments(given: object) -> dict[str, Any]:
-    """Return the arguments of an earlier call by name.
+    """Return the arguments of an earlier call, by name.
 
-    JSON that was cut off is completed. Any other value becomes the argument `input`.
+    JSON that was cut off is completed. A value that is no object becomes the argument `input`.
     """
     value = given
     if isinstance(given, str):

@@ -51,7 +51,7 @@ from gateway.wire.tools import (
 from gateway.wire.validation import Part, check_length
 
 LOGPROBS = "message.output_text.logprobs"
-# The values of `include`, of which only the first has an effect.
+# The values of `include`. Only the first has an effect.
 Includable = Literal[
     "message.output_text.logprobs",
     "reasoning.encrypted_content",
@@ -151,7 +151,7 @@ class ResponsesRequest(SampledRequest):
     model: Annotated[Label, Field(min_length=1)]
     input: Items
     previous_response_id: Annotated[Label, Field(min_length=1)] | None = None
-    store: bool = True  # keep the response, if the gateway keeps any
+    store: bool = True  # keep the response, if the gateway stores responses
     instructions: str | None = None
     max_output_tokens: MaxTokens = None
     text: TextConfig = TextConfig()
@@ -186,7 +186,7 @@ class ResponsesRequest(SampledRequest):
         return super().param_of(part)
 
     def locate(self, error: GatewayError) -> GatewayError:
-        # OpenAI gives every error about the schema this code.
+        # OpenAI uses one code for all errors about the schema.
         located = super().locate(error)
         if error.part is None or located.param != "text.format.schema":
             return located
@@ -230,7 +230,7 @@ def to_job(
     budgets: Mapping[str, int] = NO_BUDGETS,
     images: ImageReader = REFUSING,
 ) -> GenerateJob:
-    """Return the job of a request, with the model's defaults for fields that it leaves out."""
+    """Return the job of a request. Fields that the request lacks get the model's defaults."""
     # `items` is the whole conversation, which ends with the request's input.
     earlier = len(items) - len(request.input)
     toolset = unpack(request.tools)
@@ -313,7 +313,7 @@ OutputItem = TypeAliasType("OutputItem", OutputMessage | ReasoningItem | Functio
 
 
 class InputTokensDetails(PromptTokensDetails):
-    """How many of the prompt's tokens had cached KV, and how many are those of images."""
+    """How many of the prompt's tokens had cached KV, and how many stand for images."""
 
     cache_write_tokens: int  # always 0, since no token is billed for being cached
 
@@ -345,14 +345,14 @@ def usage_dict(usage: Usage) -> ResponseUsage:
 
 
 class ResponseError(TypedDict):
-    """Why an answer failed after it had begun."""
+    """The error of an answer that failed after it had begun."""
 
     code: str
     message: str
 
 
 class IncompleteDetails(TypedDict):
-    """Why an answer was cut."""
+    """The reason why an answer was cut."""
 
     reason: Literal["max_output_tokens"]
 

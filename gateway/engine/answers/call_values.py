@@ -1,4 +1,4 @@
-"""Code that all call formats share: converts arguments to values, and writes calls as text."""
+"""Converts the arguments of calls to values, and writes calls as text, for all call formats."""
 
 import ast
 import json
@@ -29,16 +29,17 @@ class Unfinished(ValueError):
 class Reading:
     """The calls that were read at one place of a text."""
 
-    calls: Sequence[Call]  # if empty, the text up to `end` is plain text
+    calls: Sequence[Call]  # empty if the calls are malformed, and so plain text
     end: int  # the place after the calls and their closing mark
-    is_last: bool = False  # the text after `end` is plain text, too
+    is_last: bool = False  # no calls follow `end`, only plain text
 
 
-# Reads the calls at a place of a text. Returns None if a call is unfinished or may still change,
-# and raises ValueError if no call begins there.
+# Reads the calls at a place of a text. Returns None if a call is unfinished or may still change.
+# Raises ValueError if no call begins there.
 ReadCalls = Callable[[str, int, Schemas, Ending], Reading | None]
-# Reads one body of calls at a place of a text, and returns the calls and the body's end. Raises
-# Unfinished if the text ends first, or ValueError without a body.
+# Reads a body, the text between a format's opening and closing marks. Returns the body's calls and
+# its end. The list of calls is empty if the body is malformed. Raises Unfinished if the text ends
+# inside the body, and ValueError if no body begins there.
 ReadBody = Callable[[str, int, Schemas, Sequence[str]], tuple[list[Call], int]]
 
 
@@ -67,7 +68,10 @@ _LITERALS = {"true": "True", "false": "False", "null": "None"}
 
 
 def _string(quote: str, end: str) -> str:
-    """Return a pattern, linear in time, of strings whose last quote comes before `end`."""
+    """Return a pattern, linear in time, of strings.
+
+    A quote ends a string only if the pattern `end` matches after the quote.
+    """
     return rf"{quote}[^\\{quote}]*+(?:(?:\\.|{quote}(?!{end}))[^\\{quote}]*+)*+{quote}"
 
 
@@ -167,10 +171,10 @@ _TYPES: Mapping[str, Callable[[Any], bool]] = {
     "object": lambda value: isinstance(value, dict),
 }
 _QUOTED = re.compile(r"\s*([\"'])(.*)\1\s*", re.DOTALL)
-_DEPTH = 16  # the most nested references and alternatives that are followed
-# The most parts of a schema, and schemas of a call, that are read while the lane waits.
-_MOST_PARTS = 256
-_MOST_SCHEMAS = 4096
+_DEPTH = 16  # the greatest depth to which references and alternatives are followed
+# The lane waits while schemas are read, so these limits keep that short.
+_MOST_PARTS = 256  # parts of one schema
+_MOST_SCHEMAS = 4096  # schemas of one call
 
 
 def _convert(text: str, types: frozenset[str]) -> Any:
@@ -187,8 +191,8 @@ def _convert(text: str, types: frozenset[str]) -> Any:
         is_integer = "integer" in types and "number" not in types
         if is_integer and isinstance(value, float) and value.is_integer():
             value = int(value)
-        is_word = value is None and is_text and text != "null"
-        if any(_TYPES[name](value) for name in types if name in _TYPES) and not is_word:
+        is_padded_null = value is None and is_text and text != "null"
+        if any(_TYPES[name](value) for name in types if name in _TYPES) and not is_padded_null:
             return value
     return text
 
@@ -224,8 +228,8 @@ class Allowed:
     def value(self, text: str, schema: Any) -> Any:
         value = _convert(text, self.types(schema))
         quoted = _QUOTED.fullmatch(text)
-        if isinstance(value, str) and quoted is not None and not self._lists(schema, text):
-            return quoted[2] if self._lists(schema, quoted[2]) else value
+        if isinstance(value, str) and quoted is not None and not self._has_constant(schema, text):
+            return quoted[2] if self._has_constant(schema, quoted[2]) else value
         return value
 
     def types(self, schema: Any, depth: int = _DEPTH) -> frozenset[str]:
@@ -240,9 +244,9 @@ class Allowed:
         return self._types[id(schema)]
 
     def _read_types(self, schema: Mapping[str, Any], depth: int) -> frozenset[str]:
-        kinds = {type(value): value for value in _listed(schema)}
+        kinds = {type(value): value for value in _constants(schema)}
         stated = schema.get("type", [type_of(value) for value in kinds.values()])
-        names = {name for name in [stated, *_list(stated)] if isinstance(name, str)}
+        names = {name for name in [stated, *_as_list(stated)] if isinstance(name, str)}
         constraints = [frozenset(names | {"integer"} if "number" in names else names)]
         constraints.append(self.types(_resolve(schema, self._root), depth))
         constraints += [self.types(part, depth) for part in _followed(schema, "allOf")]
@@ -262,15 +266,15 @@ class Allowed:
         if key not in self._inner:
             stated: dict[bool, list[Any]] = {False: [], True: []}
             for part, is_alternative in self._flatten(schema):
-                listed = part.get("properties")
+                properties = part.get("properties")
                 others = part.get("additionalProperties")
-                own = listed.get(name, others) if isinstance(listed, Mapping) else others
+                own = properties.get(name, others) if isinstance(properties, Mapping) else others
                 stated[is_alternative].append(part.get("items", own) if is_item else own)
             self._inner[key] = {"allOf": stated[False], "anyOf": stated[True]}
         return self._inner[key]
 
-    def _lists(self, schema: Any, text: str) -> bool:
-        return any(text in _listed(part) for part, _ in self._flatten(schema))
+    def _has_constant(self, schema: Any, text: str) -> bool:
+        return any(text in _constants(part) for part, _ in self._flatten(schema))
 
     def _flatten(self, schema: Any) -> list[tuple[Mapping[str, Any], bool]]:
         """Return a schema and its parts, each with True if the part is only an alternative."""
@@ -289,7 +293,7 @@ class Allowed:
         return self._parts[id(schema)]
 
 
-def _list(value: Any) -> list[Any]:
+def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
@@ -297,12 +301,12 @@ def type_of(value: Any) -> str:
     return next((name for name, holds in _TYPES.items() if holds(value)), "string")
 
 
-def _listed(schema: Mapping[str, Any]) -> list[Any]:
-    return [schema["const"]] if "const" in schema else _list(schema.get("enum"))
+def _constants(schema: Mapping[str, Any]) -> list[Any]:
+    return [schema["const"]] if "const" in schema else _as_list(schema.get("enum"))
 
 
 def _followed(schema: Mapping[str, Any], word: str) -> list[Any]:
-    return _list(schema.get(word))[:_MOST_PARTS]
+    return _as_list(schema.get(word))[:_MOST_PARTS]
 
 
 def _resolve(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Any:

@@ -61,7 +61,7 @@ class Vocabulary:
 
 
 _REPLACEMENT = "\ufffd"
-_WRITTEN = _REPLACEMENT.encode()
+_REPLACEMENT_BYTES = _REPLACEMENT.encode()
 
 
 class Detokenizer:
@@ -93,8 +93,8 @@ class Detokenizer:
         if piece:
             return self._flush_held()
         # The stream holds back all text that ends with U+FFFD, even if tokens really spell U+FFFD.
-        is_last = self._vocabulary.bytes(token)[-1:] == _WRITTEN[-1:]
-        if is_last and self._bytes(self._held[-3:]).endswith(_WRITTEN):
+        may_be_replacement = self._vocabulary.bytes(token)[-1:] == _REPLACEMENT_BYTES[-1:]
+        if may_be_replacement and self._bytes(self._held[-3:]).endswith(_REPLACEMENT_BYTES):
             return self._restart()
         return ""
 
@@ -103,7 +103,7 @@ class Detokenizer:
         return self._flush_held()
 
     def _flush_held(self) -> str:
-        # The stream writes U+FFFD for invalid bytes, too, so the bytes are decoded here.
+        # The stream would write U+FFFD for invalid bytes, so the bytes are decoded here.
         text = self._bytes(self._held).decode(errors="ignore")
         if self._is_first and text.startswith(" "):
             whole: str = self._tokenizer.decode(self._held, skip_special_tokens=False)

@@ -1,4 +1,4 @@
-"""Reads the answers of gpt-oss and Muse: messages, each after a header that names its channel.
+"""Reads the answers of gpt-oss and Muse. A header before each message names its channel.
 
     <|channel|>analysis<|message|>Let me see.<|end|>
     <|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}<|call|>
@@ -36,7 +36,7 @@ ReadCall = Callable[[str, str], Sequence[Mapping[str, Any]]]
 
 
 def answer_begins(pattern: Callable[[str], str]) -> re.Pattern[str]:
-    """Return a pattern of the answer's header, in a text with spelled tokens."""
+    """Return a pattern of the answer's header, in a text with spelled tokens (output_parts.py)."""
     channel, message = re.escape(pattern("<|channel|>")), re.escape(pattern("<|message|>"))
     constrain = re.escape(pattern("<|constrain|>"))
     text = rf"(?:(?!\bto=)[^{BEGINS}])*"
@@ -45,12 +45,12 @@ def answer_begins(pattern: Callable[[str], str]) -> re.Pattern[str]:
 
 
 def opens_answer(opening: str) -> bool:
-    """Return True if the opening of a template ends with the answer's header."""
+    """Return True if `opening`, the end of a prompt, ends with the answer's header."""
     return any(found.end() == len(opening) for found in answer_begins(str).finditer(opening))
 
 
 def thought_end(*, is_spark: bool, may_call: bool) -> str:
-    """Return the text that ends a thought and, unless a call may follow, begins the answer."""
+    """Return the text that ends a thought. It also begins the answer, unless a call may follow."""
     end, answer = "<|end|>", "<|channel|>final<|message|>"
     if is_spark:
         end, answer = "<|eom|>", " to=user<|message|>"
@@ -75,7 +75,7 @@ class HarmonyParser(AnswerParser):
         self._functions = functions
         self._read = read
         self._is_bound = is_bound  # a grammar applies, so only the final message is text
-        # A continued answer begins inside the final message, any other answer inside a header.
+        # A continued answer begins inside the final message. Other answers begin inside a header.
         self._body: _Body = "text" if is_begun else "header"
         self._header = ""
         self._call: list[str] = []
@@ -94,7 +94,7 @@ class HarmonyParser(AnswerParser):
 
     def push(self, piece: str) -> list[OutputPart]:
         parts: list[OutputPart] = []
-        # TOKENS has a group, so split() returns texts at even places and tokens at odd ones.
+        # TOKENS has a group, so split() returns texts at even places, and tokens at odd places.
         for place, run in enumerate(TOKENS.split(piece)):
             if place % 2:
                 parts += self._take_token(run)
@@ -128,7 +128,7 @@ class HarmonyParser(AnswerParser):
         return self._to_parts(run)
 
     def _open(self) -> None:
-        """Read a complete header, which decides how the message after it is read."""
+        """Read a complete header, and choose how to read the message after it."""
         header, self._header = spell_out(self._header), ""
         recipient = _RECIPIENT.search(header)
         channel = _CHANNEL.search(header)
@@ -157,7 +157,7 @@ class HarmonyParser(AnswerParser):
         return self._answer(text)
 
     def _follow_quotes(self, text: str) -> None:
-        """Track whether a JSON call is inside a string, where tokens are plain text."""
+        """Track whether a JSON call is inside a string. Tokens in strings are plain text."""
         if self._is_json is None and text.strip():
             self._is_json = text.lstrip().startswith("{")
         if self._is_json:

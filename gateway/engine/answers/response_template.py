@@ -1,7 +1,7 @@
-"""Reads answers by the checkpoint's `response_template`, for families that have no parser here.
+"""Reads answers with the checkpoint's `response_template`, for families that have no parser here.
 
-transformers (utils/chat_parsing) applies the template's patterns, in the sandbox because they may
-run forever.
+transformers (utils/chat_parsing) applies the template's patterns. It runs in the sandbox, because a
+pattern may never end.
 """
 
 import hashlib
@@ -16,16 +16,16 @@ from gateway.errors import Overloaded, Unavailable
 from gateway.jobs.chat import Delta, Reading
 from gateway.jobs.steps import SequenceParams
 
-PREFIX_TOKENS: Final = 256  # last tokens of the prompt, where a template may open a thought
+PREFIX_TOKENS: Final = 256  # tokens at the prompt's end, where a template may open a thought
 MOST_BYTES: Final = 1 << 29  # bytes of memory in the sandbox
-MOST_ENDED: Final = 3  # the most answers in a row that may end the sandbox's process
+MOST_ENDED: Final = 3  # failed processes in a row, after which the template is not used
 BUSY_S: Final = 2.0
 THOUGHTS: Final = ("thinking", "reasoning_content", "reasoning")
 FIELDS: Final = frozenset({"role", "content", "tool_calls", *THOUGHTS})
 
 
 class ResponseTemplate:
-    """Reads answers by a checkpoint's template. Threads may share it.
+    """Reads answers with a checkpoint's template. Threads may share it.
 
     `problem` says why the template is not used, or is None.
     """
@@ -40,11 +40,11 @@ class ResponseTemplate:
     def read(
         self, params: SequenceParams, text: str, prefix: str, calls: CallWriter, *, is_cut: bool
     ) -> Reading:
-        """Return the parts of a whole answer, and an event to log with its reason, or None.
+        """Return the parts of a whole answer, and either an event to log with its reason or None.
 
-        `text` has spelled tokens, and `prefix` is the end of the prompt. An answer that cannot be
-        read is returned as text. Raises Overloaded if the sandbox is busy, and Unavailable if its
-        process was killed or got no processor time.
+        `text` has spelled tokens (output_parts.py), and `prefix` is the end of the prompt. An
+        answer that cannot be read is returned as text. Raises Overloaded if the sandbox is busy,
+        and Unavailable if its process was killed or got no processor time.
         """
         functions: dict[str, Mapping[str, Any]] = {}
         if params.calling is not None and not is_cut:
@@ -72,10 +72,10 @@ class ResponseTemplate:
         given = {"text": text, "prefix": prefix, "tools": tools}
         most = 2 * len(f"{text}{prefix}")
         request = {**self._request, **given, "max_chars": most}
-        # The key covers the text, because a pattern that hangs on one text may read another.
+        # The sandbox refuses a key that hung before, so the key covers the text as well.
         key = hashlib.blake2b(json.dumps(request).encode(), digest_size=32).digest()
         outcome, value = self._sandbox(request, key)
-        if outcome in ("busy", "killed"):  # other work caused this, and may be over
+        if outcome in ("busy", "killed"):  # other work was the cause: try once more
             outcome, value = self._sandbox(request, key)
         return outcome, value
 

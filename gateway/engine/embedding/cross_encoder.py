@@ -45,7 +45,7 @@ from gateway.errors import ContextLengthExceeded
 from gateway.jobs.rerank import Pair
 
 Pooling = Literal["cls", "mean"]
-# Values of transformer_task and module_output_name.
+# The values of transformer_task and module_output_name in sentence_bert_config.json.
 _TASK: Final = ("sequence-classification", "scores")
 
 
@@ -126,11 +126,11 @@ class CrossEncoderEngine(EncoderEngine):
         max_document_tokens: int | None = None,
         instruction: str | None = None,
     ) -> list[Pair]:
-        """Join a query with each document, after cutting documents that are too long.
+        """Join a query with each document. Documents that are too long are cut.
 
         Raises ContextLengthExceeded if the query leaves no room for a document.
         """
-        # sentence-transformers may cut the query too (truncation="longest_first").
+        # Queries are never cut. sentence-transformers cuts them with truncation="longest_first".
         [first] = self.tokenizer.encode([query], with_specials=False)
         room = self.max_tokens - self._template.specials - len(first)
         if room < 1:
@@ -146,7 +146,7 @@ class CrossEncoderEngine(EncoderEngine):
         ]
 
     def score(self, rows: Sequence[Pair]) -> Results:
-        """Return each pair's raw logits, (rows, labels), independent of the other pairs.
+        """Return raw logits, (rows, labels). A pair's logits do not depend on the other pairs.
 
         Raises ContextLengthExceeded, BadRequest, or EngineFailed for a score that is not finite.
         """
@@ -205,7 +205,7 @@ def read_cross_context(folder: Path, max_context: int | None) -> int:
 
 
 def find_transformer(checkpoint: Checkpoint) -> Checkpoint:
-    """Return the folder of modules.json's only module, or this folder without modules.json."""
+    """Return the folder of the only module in modules.json, or this folder if there is no list."""
     modules = checkpoint.read_modules()
     if modules is None:
         return checkpoint
@@ -224,7 +224,7 @@ def _refuse_other_tasks(checkpoint: Checkpoint, config: Mapping[str, Any]) -> No
             f"its architecture, `{kind}`, is not supported for reranking: "
             f"supported are {', '.join(HEADS)}"
         )
-    # Heads for other tasks may have weights with the same names.
+    # Heads of other tasks may have weights with the same names, so the task is checked.
     for task in config.get("architectures") or ():
         if not str(task).endswith("ForSequenceClassification"):
             raise checkpoint.failed(

@@ -19,9 +19,9 @@ from gateway.engine.models.decoders import (
 )
 from gateway.engine.models.missing_kernels import Report, replace_missing
 
-SAME_AS: Final = {"eurobert": "llama"}  # the architecture in mlx-lm, if its name differs
-# The value of each key that means causal attention, and the families where other values are
-# supported.
+SAME_AS: Final = {"eurobert": "llama"}  # mlx-lm's architecture, if its name differs
+# By key of config.json: the value that means causal attention, and the families whose other values
+# are supported.
 _AHEAD: Final = {
     "is_causal": (True, LLAMAS),
     "use_bidirectional_attention": (False, ("gemma3_text",)),
@@ -30,7 +30,7 @@ _AHEAD: Final = {
 
 
 class BothWays:
-    """A replacement for a layer's cache, for attention to earlier and later tokens."""
+    """Replaces a layer's cache, so that tokens attend to earlier and to later tokens."""
 
     offset = 0
 
@@ -40,11 +40,11 @@ class BothWays:
     def make_mask(
         self, tokens: int, return_array: bool = False, window_size: int | None = None
     ) -> mx.array | None:
-        """Return the visible tokens, (rows or 1, 1, tokens or 1, tokens); None if all are."""
+        """Return a mask of shape (rows or 1, 1, tokens or 1, tokens); None if all are visible."""
         seen = None if self._mask is None else self._mask[:, None, None, :]
         if window_size is None or tokens <= window_size // 2 + 1:
             return seen
-        # Half a window to either side: transformers, models/gemma3/configuration_gemma3.py.
+        # A token sees half a window to either side (transformers, configuration_gemma3.py).
         distance = mx.abs(mx.arange(tokens)[:, None] - mx.arange(tokens)[None])[None, None]
         near = distance <= window_size // 2
         if seen is None:
@@ -57,7 +57,7 @@ class BothWays:
 
 
 class Decoder:
-    """A decoder without a head: (rows, tokens) ids to (rows, tokens, dimensions) states."""
+    """A decoder without a head: maps ids, (rows, tokens), to states, (rows, tokens, dimensions)."""
 
     def __init__(
         self, checkpoint: Checkpoint, raw: Mapping[str, Any], device: Device, dtype: str | None
@@ -128,14 +128,14 @@ def _looks_ahead(checkpoint: Checkpoint, raw: Mapping[str, Any], window: int | N
 
 def _headless_classes(config: dict[str, Any]) -> tuple[type[Module], type]:
     config["model_type"] = SAME_AS.get(config["model_type"], config["model_type"])
-    for key in _AHEAD:  # the masks come from `BothWays`
+    for key in _AHEAD:  # `BothWays` makes the masks instead
         config.pop(key, None)
     whole, arguments = classes_of(config)
 
     class Headless(whole):  # type: ignore[misc, valid-type]
         def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
             weights = {n: a for n, a in weights.items() if not n.startswith(INSIDE)}
-            # Embedding checkpoints are saved without the prefix.
+            # Some embedding checkpoints are saved without the prefix `model.`.
             if not any(name.startswith("model.") for name in weights):
                 weights = {f"model.{name}": array for name, array in weights.items()}
             if hasattr(whole, "sanitize"):

@@ -78,12 +78,12 @@ class GenerationEngine:
         if draft_model is not None:
             kv_cost = draft_model.with_kv(kv_cost, speculate_rows)
         tested_tokens = count_tokens(model, setup.max_context)
-        said = setup.unread_formats, setup.notes, setup.verified
+        findings = setup.unread_formats, setup.notes, setup.verified
         self.facts = EngineFacts(
             setup.max_context,
             kv_cost,
             tested_tokens,
-            *said,
+            *findings,
             images=None if sight is None else sight.cost,
             is_timed_when_idle=is_late(),
         )
@@ -130,16 +130,16 @@ class GenerationEngine:
         try:
             sequences.admit(StepPlan(joining=joining))
             while len(seconds) <= TIMED_STEPS:
-                is_read, began = not sequences.reading, time.perf_counter()
-                if is_read:
+                is_prefilled, began = not sequences.reading, time.perf_counter()
+                if is_prefilled:
                     sequences.decode()
                 else:
                     sequences.prefill(len(joining) * 2)
                 sequences.synchronize()
-                if is_read:
+                if is_prefilled:
                     seconds.append(time.perf_counter() - began)
                 failed = faults.take()
-                if failed or (is_read and sequences.last_pass.rows < rows):
+                if failed or (is_prefilled and sequences.last_pass.rows < rows):
                     raise RuntimeError(f"{rows} rows could not be timed: {failed}")
                 # Other work on the machine only slows steps down, so the fastest one is used.
                 yield min(seconds[1:]) if len(seconds) > TIMED_STEPS else None

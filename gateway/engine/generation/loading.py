@@ -86,10 +86,10 @@ def read_chat_setup(
         is_read = reader is not None and reader.problem is None
         unread: list[str] = []
         try:
-            if not is_read and chat.untried is None:
+            if not is_read and chat.trial_error is None:
                 unread = [each for each in unread_formats(chat) if getattr(formats, each) != "none"]
         except BadRequest as error:  # rendering took too much time or memory
-            chat.untried = str(error)
+            chat.trial_error = str(error)
     if isinstance(checkpoint, GgufCheckpoint):
         generation = read_sampling(checkpoint.header.metadata)
     else:

@@ -1,4 +1,4 @@
-"""A model's folder: its JSON files, its safetensors, and the memory that they need.
+"""Reads a model's folder, its JSON files and safetensors, and counts the memory they need.
 
 Pickled weights are never opened, because unpickling runs the code in them.
 """
@@ -77,7 +77,7 @@ class Checkpoint:
             raise self.failed(f"{about}{type(reason).__name__}: {reason}") from error
 
     def inside(self, path: str) -> "Checkpoint":
-        """Return the checkpoint of a subfolder, for a path that stays in the folder."""
+        """Return the checkpoint of a subfolder. The path may not leave this folder."""
         folder = (self.folder / path).resolve()
         if not folder.is_relative_to(self.folder.resolve()):
             raise self.failed(f"modules.json points outside the model's folder: {path}")
@@ -133,7 +133,7 @@ class Checkpoint:
             raise self.failed("modules.json is no list of modules with type and path") from error
 
     def weights(self) -> dict[str, mx.array]:
-        """Open the safetensors, whose arrays are read when evaluated."""
+        """Open the safetensors. Arrays are read when they are evaluated."""
         arrays: dict[str, mx.array] = {}
         for file in self._weight_files():
             try:
@@ -145,8 +145,8 @@ class Checkpoint:
         return arrays
 
     def tensors(self) -> dict[str, Tensor]:
-        """List the arrays, without those for images, sound and drafts."""
-        has_towers = self.config().get("model_type") == "muse_spark"  # only its class keeps them
+        """List the arrays, except weights for images, sound and drafts."""
+        has_towers = self.config().get("model_type") == "muse_spark"  # only this class uses them
         return {
             name: tensor
             for name, tensor in self.all_tensors().items()
@@ -211,12 +211,12 @@ def _tensor(array: Mapping[str, Any]) -> Tensor:
 
 @contextlib.contextmanager
 def reading_tokenizer(checkpoint: Listing) -> Iterator[None]:
-    """Turn errors in making a tokenizer, also panics, into ModelLoadFailed."""
+    """Turn errors and panics of a tokenizer's loading into ModelLoadFailed."""
     try:
         yield
     except (ModelLoadFailed, Overloaded, Unavailable):
         raise
-    except SystemExit as error:  # mlx-lm imports the model's class for the tokenizer
+    except SystemExit as error:  # mlx-lm also imports the model's class, which may exit
         raise checkpoint.failed(MISSING_PACKAGE) from error
     except BaseException as error:
         noun = "tokenizer.json" if isinstance(checkpoint, Checkpoint) else "its tokenizer"
@@ -229,11 +229,11 @@ def fit_weights(
     shapes: Mapping[str, tuple[int, ...]],
     ignored: Iterable[str] = (),
 ) -> dict[str, mx.array]:
-    """Return exactly the arrays in `shapes`, or raise ModelLoadFailed.
+    """Return the arrays named in `shapes`. Raises ModelLoadFailed if names or shapes differ.
 
     Names that begin with one of `ignored` are skipped.
     """
-    # An unknown weight means that the config states another architecture.
+    # Unknown weights are refused, since they belong to another architecture than the config's.
     skip = tuple(ignored)
     unknown = [n for n in arrays if n not in shapes and not n.startswith(skip)]
     missing = [n for n in shapes if n not in arrays]
@@ -318,7 +318,7 @@ def weights_bytes(
     is_packed: bool = False,
     tensors: Mapping[str, Tensor] | None = None,
 ) -> int:
-    """Count the bytes of a model's weights, or of `tensors` alone, in memory.
+    """Count the bytes that a model's weights, or only `tensors`, take in memory.
 
     Quantized weights count as dequantized on a CPU unless `is_packed`. Raises ModelLoadFailed.
     """
@@ -360,7 +360,7 @@ def kv_bytes(
     tokens: int,
     kv_bits: int | None = None,
 ) -> int:
-    """Estimate the bytes of KV of `tokens` tokens, or of the model's context if that is shorter.
+    """Estimate the bytes of KV for `tokens` tokens, but at most for the model's context.
 
     Returns 0 if the config lacks the usual keys.
     """
@@ -380,12 +380,12 @@ def kv_bytes(
     is_plain = set(config.get("layer_types") or ()) <= {"full_attention"}
     if kv_bits is not None and group and is_plain and not config.get("sliding_window"):
         packed = head * kv_bits // 8 + 2 * itemsize * head // group
-    # One layer is added, which is copied while a sequence joins or leaves the batch.
+    # One layer is added, since a layer's KV is copied while a sequence joins or leaves.
     return 2 * (layers * packed + floating) * kv_heads * min(tokens, longest)
 
 
 def kv_group_size(head: int) -> int | None:
-    """Return how many of a head's values share a scale in quantized KV, or None."""
+    """Return how many of a head's values share a scale in quantized KV; None if no size fits."""
     return next((size for size in KV_GROUP_SIZES if head % size == 0), None)
 
 

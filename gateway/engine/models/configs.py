@@ -1,4 +1,4 @@
-"""Translating config.json to the keys of mlx-lm's classes, with transformers' defaults."""
+"""Translates config.json to the keys of mlx-lm's classes, with transformers' defaults."""
 
 import math
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from gateway.engine.models.family_defaults import ROPE_KEYS, family, resolve
 from gateway.engine.models.own_classes import OWN, Classes, Make
 from gateway.engine.models.unread import check_keys
 
-# Arguments that mlx-lm's classes require. transformers has these values built in.
+# Arguments that mlx-lm's classes require, by family. transformers has the values in its code.
 _CONSTANTS: Final[Mapping[str, Mapping[str, Any]]] = {
     "apertus": {"mlp_bias": False, "post_norm": False, "qk_norm": True},
     "glm_moe_dsa": {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1},
@@ -22,7 +22,7 @@ _CONSTANTS: Final[Mapping[str, Mapping[str, Any]]] = {
     "solar_open": {"first_k_dense_replace": 0, "intermediate_size": 0, "use_qk_norm": False}
     | {"partial_rotary_factor": 1.0},
 }
-# Arguments of mlx-lm's classes that take the value of another key.
+# Arguments of mlx-lm's classes, by family, and the key of config.json that has the value.
 _EQUALS: Final = {"gpt2": {"n_ctx": "n_positions"}, "lfm2": {"block_dim": "hidden_size"}}
 # mlx-lm's names of layer types, by transformers 5's names.
 _HYBRID: Final = {"linear_attention": "mamba", "full_attention": "attention"}
@@ -36,11 +36,11 @@ _ALIASES: Final = {"ministral": "llama", "qwen3_5_text": "qwen3_5"}
 
 
 def write_for_mlx_lm(config: dict[str, Any]) -> None:
-    """Add the keys that mlx-lm's classes read instead of transformers 5's.
+    """Add the keys that mlx-lm's classes read, with the values of transformers 5's keys.
 
     Raises ValueError for values that the classes have no key for.
     """
-    # A class would use its defaults for missing keys, and answer wrongly without an error.
+    # If a key were missing, a class would use its default and answer wrongly without an error.
     rope = config.get("rope_parameters") or {}
     local, rope = rope.get("sliding_attention") or {}, rope.get("full_attention") or rope
     own = {key: rope.get(key) for key in ("rope_theta", "partial_rotary_factor")}
@@ -97,7 +97,7 @@ def _write_layers(config: dict[str, Any]) -> None:
     names = _LAYERS.get(str(kind), {})
     config["layer_types"] = [names.get(each, each) for each in types]
     if kind == "ministral" and "full_attention" not in types:
-        # The class needs a layer with full attention, and `context` keeps texts within the window.
+        # The class needs a layer with full attention. context.py keeps texts within the window.
         del config["layer_types"]
     elif kind == "exaone4" and "sliding_attention" in types:
         config["sliding_window_pattern"] = "".join(
@@ -113,7 +113,7 @@ def _write_layers(config: dict[str, Any]) -> None:
 def complete(config: dict[str, Any], arguments: type | None = None) -> None:
     """Add the keys that a config lacks, with the values that transformers would use.
 
-    Lists are added only if mlx-lm's class has them.
+    A list is added only if mlx-lm's class has an argument with its name.
     """
     kind = family(config)
     aliases, resolved = resolve(config)
@@ -137,7 +137,7 @@ class _Nothing: ...
 
 
 def classes_of(config: dict[str, Any]) -> Classes:
-    """Return a model's class and its arguments' class, and translate the config for them in place.
+    """Return the classes of a model and its arguments, and translate `config` for them in place.
 
     Raises ValueError for a config that no class supports.
     """

@@ -1,4 +1,4 @@
-"""Load mlx-lm's decoders, and evaluate long passes in parts."""
+"""Loads mlx-lm's decoders, and evaluates long passes in groups of layers."""
 
 import math
 import re
@@ -38,15 +38,15 @@ def open_decoder(
     note: Callable[[str], None] | None = None,
     classes: Callable[[dict[str, Any]], tuple[Any, type]] = classes_of,
 ) -> tuple[Any, dict[str, Any]]:
-    """Return mlx-lm's model, whose weights are not read yet, and its config.
+    """Return mlx-lm's model and the config. The weights are not read yet.
 
-    No text may exceed `context` tokens. Must run on the lane. Raises ModelLoadFailed.
+    `context` is the most tokens of a text. Must run on the lane. Raises ModelLoadFailed.
     """
     weights = checkpoint.weights()  # raises an error that names the file
     checkpoint.config()  # raises an error that names the key
 
     def bounded_classes(config: dict[str, Any]) -> tuple[Any, type]:
-        # The weights decide, because mlx-lm and transformers have different defaults.
+        # mlx-lm and transformers have different defaults, so the weights decide.
         config.setdefault("tie_word_embeddings", not any(map(_HEAD.search, weights)))
         chosen = classes(config)
         check_depth(config, chosen[1], weights)
@@ -97,8 +97,8 @@ def read_decoder(
 ) -> Generator[None, None, Any]:
     """Read a folder or GGUF file in steps, and return mlx-lm's model. Raises ModelLoadFailed.
 
-    No text may exceed `context` tokens. `note` gets a sentence for each kind of unread weights, and
-    `report` gets the dequantized weights. Must run on the lane.
+    `context` is the most tokens of a text. `note` is called with a sentence about each kind of
+    unread weights, and `report` as in `replace_missing`. Must run on the lane.
     """
     if isinstance(checkpoint, GgufCheckpoint):
         if share is not None:
@@ -142,8 +142,9 @@ def floating_dtype(model: Any) -> mx.Dtype:
 
 
 class LayerGroups:
-    """Evaluates a pass in groups of layers that take about `pass_s` seconds each; None never
-    divides.
+    """Evaluates a pass in groups of layers, each in about `pass_s` seconds.
+
+    If `pass_s` is None, passes are not divided.
     """
 
     def __init__(self, pass_s: float | None) -> None:
@@ -166,7 +167,7 @@ class LayerGroups:
 @contextmanager
 def _evaluating(layers: list[Any], size: int) -> Iterator[None]:
     """While entered, evaluate the output of every `size`th layer as soon as it is built."""
-    # Python looks `__call__` up on the class. Only the lane runs models, so replacing it is safe.
+    # Python finds `__call__` on the class, so the class is changed. Only the lane runs models.
     if size >= len(layers):
         yield
         return

@@ -47,8 +47,8 @@ RESERVED = frozenset(
 
 
 T = TypeVar("T")
-TRIALS_S: Final = 30.0  # seconds in which trials, renderings of made-up turns, may begin
-MOST_ADDED: Final = 1 << 17  # added tokens, for each of which transformers needs 0.1 ms
+TRIALS_S: Final = 30.0  # seconds after which no trial (see `find_form`) begins
+MOST_ADDED: Final = 1 << 17  # added tokens; transformers reads each in 0.1 ms
 MOST_TOKENS: Final = 1 << 20  # token ids; the largest known vocabulary, XLM-V's, has 901,629
 
 
@@ -92,12 +92,12 @@ class ChatTokenizer:
         )
         self._tried_until = time.monotonic() + TRIALS_S
         self._form = Form()
-        # The error if the trials failed.
-        self.untried: str | None = None
+        # The error if trials of the chat template failed.
+        self.trial_error: str | None = None
         try:
             self._form = find_form(template, self._try)
         except BadRequest as error:
-            self.untried = str(error)
+            self.trial_error = str(error)
 
     @property
     def tokenizer(self) -> Any:
@@ -127,9 +127,9 @@ class ChatTokenizer:
         return place_images(text, job.images, images, self.encode, job.caller.cache_salt)
 
     def begin(self, opening: str, ids: list[int]) -> Prompt:
-        """Return a prompt with these ids; `opening` is its end, which opens the answer."""
-        # The model counts as thinking unless the header opens the answer itself.
+        """Return a prompt with these ids. `opening` is the end of their text."""
         if self.answers.is_harmony:
+            # The model may think unless the header begins the answer.
             header = opening.rpartition("<|start|>")[2]
             return Prompt(ids, is_thinking=not opens_answer(header), opening=header)
         marks = (*self._reasoning.starts, *self._reasoning.ends)
@@ -142,8 +142,9 @@ class ChatTokenizer:
         return opened > closed
 
     def _continue(self, job: GenerateJob, images: ImageFormat | None) -> Prompt:
-        """Return a prompt that ends after the last message's text, whose control tokens become
-        plain text.
+        """Return a prompt that ends after the last message's text.
+
+        Control tokens in the last message become plain text.
         """
         *earlier, last = job.messages
         # Templates close messages in various ways, so the rendered text is cut at a placeholder.
@@ -153,18 +154,18 @@ class ChatTokenizer:
         if text.count(word) != 1:
             raise BadRequest("The model's chat template cannot continue an answer.", part="prompt")
         before = text[: text.index(word)]
-        behind = max((before.rfind(each.word) + len(each.word) for each in job.images), default=0)
-        read, spans = self._encode(before[:behind], job, images)
-        before = before[behind:]
+        head_end = max((before.rfind(each.word) + len(each.word) for each in job.images), default=0)
+        head_ids, spans = self._encode(before[:head_end], job, images)
+        before = before[head_end:]
         [ids] = self.controls.encode([[*self.controls.pieces(before), (last["content"], True)]])
-        return Prompt([*read, *ids], images=spans)
+        return Prompt([*head_ids, *ids], images=spans)
 
     def render_questions(self, job: GenerateJob) -> tuple[list[Piece], str]:
         """Return the rendered text before and after the last message's text.
 
-        The text after it closes an open thought and opens the answer.
+        The second text ends any thought, so that the model answers at once.
         """
-        # With a placeholder, the template runs only once for all questions.
+        # The template runs once, with a placeholder that each question replaces later.
         *earlier, last = job.messages
         word = f"question{secrets.token_hex(16)}"
         messages = [*earlier, {**last, "content": word}]
@@ -208,7 +209,7 @@ class ChatTokenizer:
         return str(self.backend.decode(list(ids), skip_special_tokens=False))
 
     def texts_of(self, ids: Sequence[int], prompt: str | TokenIds | None) -> list[str]:
-        """Return the texts of a bare prompt's tokens; `prompt` is the caller's input."""
+        """Return the text of each token of `prompt`, a caller's text or ids without a template."""
         added = self.backend.get_added_tokens_decoder()
         special = {token for token, added_token in added.items() if added_token.special}
         return texts_of(ids, prompt if isinstance(prompt, str) else None, self.vocabulary, special)
@@ -230,8 +231,8 @@ class ChatTokenizer:
             opening = ""
         if opening:
             return text, opening
-        # The template always opens an answer: take the last line if it ends with a mark that isn't
-        # the caller's.
+        # The template always opens an answer. Take the last line if it ends with a mark, unless the
+        # caller wrote the mark.
         last = str(job.messages[-1].get("content") or "").rstrip()
         if text.rstrip().endswith(marks) and not last.endswith(marks):
             opening = text.rstrip().splitlines()[-1]
@@ -242,7 +243,7 @@ class ChatTokenizer:
         try:
             return self._apply(job, is_asking=is_asking)
         except TemplateRefusal:
-            # Thoughts may contain the template's marks.
+            # A template may refuse thoughts that contain its marks, so render without thoughts.
             turns = [{**turn, THOUGHT_KEY: None} for turn in job.messages]
             if not any(turn.get(THOUGHT_KEY) for turn in job.messages):
                 raise
@@ -287,10 +288,10 @@ class ChatTokenizer:
     def _thinking_arguments(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Return arguments with the choice to think under all names that templates read.
 
-        Most read `enable_thinking`, Granite and DeepSeek `thinking`, Cohere `reasoning`, and
-        MiniMax M3 `thinking_mode`.
+        Most templates read `enable_thinking`. Granite's and DeepSeek's read `thinking`, Cohere's
+        read `reasoning`, and MiniMax M3's reads `thinking_mode`.
         """
-        if self.template.is_program:  # mlx-lm's functions may refuse unknown arguments
+        if self.template.is_program:  # a Python function may raise for unknown arguments
             return arguments
         asked = arguments.get("enable_thinking")
         if self.answers.is_harmony:  # gpt-oss cannot turn thinking off
@@ -363,9 +364,9 @@ def chat_tokenizer(
     """Wrap mlx-lm's tokenizer for chat. Raises ModelLoadFailed."""
     chat_template = formats.chat_template
     # The tool format that mlx-lm inferred from the checkpoint's template.
-    declared = wrapper._tokenizer.init_kwargs.get("tool_parser_type")
+    inferred = wrapper._tokenizer.init_kwargs.get("tool_parser_type")
     if chat_template is not None:
-        wrapper.chat_template, declared = chat_template, None
+        wrapper.chat_template, inferred = chat_template, None
         wrapper._chat_template = None  # otherwise mlx-lm's function is used
     if not (wrapper.has_chat_template or chat_template):
         raise ModelLoadFailed(name, "it has no chat template; set `chat_template:` in models.yaml")
@@ -376,7 +377,7 @@ def chat_tokenizer(
     largest = max(vocabulary.values(), default=0)
     if largest >= MOST_TOKENS:  # grammar tables have an entry for each id
         raise ModelLoadFailed(name, f"tokenizer.json has a token with the id {largest:,}")
-    tools = formats.tool_parser or infer_tools(vocabulary, text, model_type, declared)
+    tools = formats.tool_parser or infer_tools(vocabulary, text, model_type, inferred)
     reasoning = formats.reasoning_parser or infer_reasoning(vocabulary, text, model_type)
     return ChatTokenizer(
         wrapper,

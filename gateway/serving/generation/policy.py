@@ -12,7 +12,7 @@ from gateway.serving.generation.widths import RUN, StepTimes, Width, choose_widt
 
 MAX_PREEMPTIONS = 2  # per sequence, while another sequence can be preempted instead
 QUANTUM = 64  # tokens that a sequence with a grammar decodes before another takes its place
-ANSWERS_SHARE = 0.25  # share of places that sequences which score labels may not take
+ANSWERS_SHARE = 0.25  # share of places reserved for sequences that write answers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,9 +30,12 @@ class GenerationLimits:
 
 
 def prefill_goes_first(soon: int, decoding: int, waited_s: float, bound_s: float) -> bool:
-    """Return True if `decoding` sequences should wait for the prefill of `soon` sequences."""
-    # A decode step of a few sequences takes nearly as long as a step of all of them, so decoding
-    # waits up to `bound_s` for a larger number of prompts.
+    """Return True if decoding should wait for prefill.
+
+    `decoding` sequences decode now, and `soon` sequences will decode after their prefill.
+    """
+    # A decode step takes nearly as long for few sequences as for many. Decoding therefore waits up
+    # to `bound_s` if more sequences would join than decode now.
     return soon > decoding and waited_s < bound_s
 
 
@@ -45,7 +48,7 @@ class Batch:
     choices: Sequence[Choice]
     held: Sequence[Choice] = ()  # in the order in which they will resume
     reading: frozenset[int] = frozenset()  # ids of the sequences in prefill
-    bearable: int | None = None  # most sequences since the device ran out of memory
+    bearable: int | None = None  # most sequences allowed after the device ran out of memory
     step_s: StepTimes = ()
 
     @property
@@ -103,19 +106,18 @@ class Joining:
         limits = batch.limits
         self.joiners: list[Joiner] = []
         self.blocked: Joiner | None = None  # the first sequence that lacks only memory
-        # A sequence for which there is memory once sequences of this model end.
+        # A sequence that will have memory once other sequences of this model end.
         self.waits_for_rows: Choice | None = None
-        self.stuck: list[Choice] = []  # sequences that lack memory which only other models hold
+        self.stuck: list[Choice] = []  # sequences that need memory held by other models
         self._batch = batch
         self._places = batch.free_places
         held = sum(choice.is_constrained for choice in batch.held)
         self._held_places = limits.max_batch_size - held
-        self._free_constrained = (
-            limits.structured_rows - len(batch.constrained) - held
-        )  # at most zero if sequences with a grammar are held
-        self._room = limits.max_batch_size * 2
+        # Held sequences with a grammar take their places before new ones join.
+        self._free_constrained = limits.structured_rows - len(batch.constrained) - held
+        self._joins_left = limits.max_batch_size * 2
         if batch.bearable is not None:
-            self._room = batch.bearable - len(batch.choices)
+            self._joins_left = batch.bearable - len(batch.choices)
         has_places = max(self._places, self._held_places) > 0
         if has_places and waiting and not choose_rotation(batch).is_blocked:
             waiting.offer(Counter(choice.request for choice in batch.choices), self._decide)
@@ -128,7 +130,7 @@ class Joining:
             if self._places <= reserved:
                 return Joins.LATER
         places = self._held_places if is_held else self._places
-        if min(self._room, places) <= 0 or not self._can_finish(choice):
+        if min(self._joins_left, places) <= 0 or not self._can_finish(choice):
             return Joins.LATER
         if choice.params.max_tokens > 1:
             joined = [*self._batch.choices, *(joiner.choice for joiner in self.joiners), choice]
@@ -149,7 +151,7 @@ class Joining:
 
     def _join(self, joiner: Joiner) -> None:
         self.joiners.append(joiner)
-        self._room -= 1
+        self._joins_left -= 1
         if joiner.is_held and joiner.choice.is_constrained:
             self._held_places -= 1
         else:
@@ -172,14 +174,14 @@ class Rotation:
 
     parking: list[Choice] = field(default_factory=list)
     resuming: list[Choice] = field(default_factory=list)
-    is_blocked: bool = False  # True if new sequences must wait for a held one that lacks memory
+    is_blocked: bool = False  # new sequences must wait because a held one lacks memory
 
 
 def choose_rotation(batch: Batch) -> Rotation:
     """Choose which sequences are parked and which resume.
 
-    Sequences with a grammar take turns of QUANTUM tokens, or all sequences take turns of RUN tokens
-    while it is faster to decode only some together.
+    Sequences with a grammar take turns of QUANTUM tokens. While `Width.alternates`, all sequences
+    take turns of RUN tokens instead.
     """
     rotation, width, limits = Rotation(), batch.width, batch.limits
     ready = [choice for choice in batch.held if choice.id not in batch.reading]
@@ -204,7 +206,7 @@ def choose_rotation(batch: Batch) -> Rotation:
             continue
         stopped = [] if is_free else stopping[:1]
         parking, resuming = [*rotation.parking, *stopped], [*rotation.resuming, choice]
-        # A held sequence has its memory already, so it can resume while no other runs.
+        # If nothing runs, the first held sequence resumes: its memory is reserved already.
         is_alone = not batch.active and not rotation.resuming
         layout = lay_out(batch.choices, parking=parking, resuming=resuming)
         if not is_alone and not batch.memory.fits(layout, has_grown=True):
@@ -224,7 +226,7 @@ class Growth:
     lengths: dict[Choice, int] = field(default_factory=dict)
     preempting: list[Choice] = field(default_factory=list)
     capped: Choice | None = None  # a sequence that cannot grow even alone, so it ends early
-    room: Layout | None = None
+    needed: Layout | None = None  # other models should free memory for this layout
 
 
 def plan_growth(batch: Batch) -> Growth:
@@ -242,7 +244,7 @@ def plan_growth(batch: Batch) -> Growth:
         if fits(lay_out(choices, lengths)):
             continue
         if len(choices) == 1:
-            growth.room = lay_out(choices, lengths)
+            growth.needed = lay_out(choices, lengths)
         lengths[choice] = min(choice.max_length, choice.used + MARGIN)
         while choice in choices and not fits(lay_out(choices, lengths)):
             if len(choices) == 1:

@@ -18,12 +18,12 @@ from gateway.serving.generation.choice import Choice
 
 def rank(arrived: float, tier: Tier, head_start_s: float) -> float:
     """Return a request's rank in the queue; lower ranks go first."""
-    # The head start is bounded, so that nobody waits for higher tiers without end.
+    # The head start is fixed, so that no request waits forever behind higher tiers.
     return arrived + {Tier.PRIORITY: -head_start_s, Tier.FLEX: head_start_s}.get(tier, 0.0)
 
 
 class JobQueue:
-    """The bound on one model's jobs, waiting and running, in tokens and in choices."""
+    """Bounds the tokens and the choices of one model's jobs, waiting and running."""
 
     def __init__(self, model: str, *, max_tokens: int, max_choices: int) -> None:
         self._tokens = Admission(model, Noun.TOKENS, max_tokens)
@@ -45,7 +45,7 @@ class JobQueue:
     ) -> AsyncIterator[None]:
         """Hold a place for a job while entered. Raises Overloaded if the queue is full.
 
-        With `on_full`, that is called instead, and the job waits until the caller's deadline.
+        If `on_full` is given, a full queue calls it, and the job waits until the caller's deadline.
         """
         with contextlib.ExitStack() as stack:
             while True:
@@ -63,8 +63,8 @@ class JobQueue:
 
     @contextlib.contextmanager
     def _admit(self, request: int, sequences: Sequence[SequenceParams]) -> Iterator[None]:
-        # The steps that score a question's labels share its prompt, so each but the first counts as
-        # one token.
+        # The steps that score a question's labels share a prompt. Its tokens count for the first
+        # step, and each later step counts as one token.
         counted = [each for each in sequences if each.step is None or each.step.is_first]
         tokens = sum(len(each.prompt) for each in counted) + len(sequences) - len(counted)
         is_more = self._jobs[request] > 0
@@ -94,7 +94,7 @@ class Joins(Enum):
 
 
 class WaitingQueue:
-    """The waiting sequences: preempted ones by rank, then requests in turn."""
+    """The waiting sequences: first the preempted ones by rank, then requests in turn."""
 
     def __init__(self) -> None:
         self._preempted: list[Choice] = []
@@ -129,13 +129,14 @@ class WaitingQueue:
     def offer(self, running: Mapping[str, int], decide: Callable[[Choice], Joins]) -> None:
         """Call `decide` for the waiting sequences in order, until it returns NONE.
 
-        The caller must then remove the sequences that join. `running` counts sequences by request.
+        `running` has the number of running sequences by request. The caller must remove the
+        sequences that join.
         """
         for choice in self._preempted:
             if decide(choice) is Joins.NONE:
                 return
-        # The request with the fewest sequences in the batch is next, so that a large request
-        # doesn't delay others; among equals, the one with the lowest rank.
+        # The request with the fewest sequences in the batch is next, so that a large request does
+        # not delay others. Among equal requests, the lowest rank is next.
         turns = [
             (running.get(request, 0), next(iter(choices)).rank, number, iter(choices))
             for number, (request, choices) in enumerate(self._requests.items())

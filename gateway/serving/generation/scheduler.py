@@ -312,8 +312,8 @@ class Scheduler:
             self._preempt(choice, changes)
         for choice, length in growth.lengths.items():
             choice.length = length
-        if growth.room is not None:
-            self.memory.make_room(growth.room, is_pressing=True)
+        if growth.needed is not None:
+            self.memory.make_room(growth.needed, is_pressing=True)
         if growth.capped is not None:
             changes.capped.append((growth.capped.id, growth.capped.cap_at_memory()))
 

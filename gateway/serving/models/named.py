@@ -1,4 +1,4 @@
-"""Serves models that models.yaml does not list, once a caller names a repository of the hub."""
+"""Serves models that models.yaml does not list, if callers name their repositories on the hub."""
 
 import asyncio
 import re
@@ -32,13 +32,13 @@ _REPO = re.compile(rf"(?:hub:)?({_PART}/{_PART}(?<!\.git))", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A model on the hub, and its sizes in bytes."""
+    """A model on the hub, and sizes in bytes."""
 
     spec: ModelSpec
     weights: int
-    missing: int
-    whole: int
-    free: int
+    missing: int  # files that are not on the disk yet
+    whole: int  # all files
+    free: int  # free space on the disk
 
 
 class Offers(Protocol):
@@ -49,7 +49,7 @@ class Offers(Protocol):
 
 
 def repository(name: str) -> str | None:
-    """Return the `org/name` in a model's name, or None if it cannot be a repository of the hub."""
+    """Return the `org/name` in a model's name, or None if no repository can have that name."""
     match = _REPO.fullmatch(name)
     if match is None or ".." in name or "--" in name:
         return None
@@ -98,8 +98,8 @@ class NamedModels:
     async def admit(self, name: str, key: str) -> None:
         """Serve a model that a request names, if it matches `patterns`, and begin its download.
 
-        Raises ModelNotFound if it matches none, Overloaded while this key waits for another model,
-        and the errors of `Offers.offer` and `check_sizes`.
+        Raises ModelNotFound if no pattern matches, Overloaded while this key waits for another
+        model, and the errors of `Offers.offer` and `check_sizes`.
         """
         repo = repository(name)
         if repo is None or not self.is_new(name):

@@ -123,7 +123,7 @@ def test_a_template_that_takes_too_long_for_a_trial_is_tried_no_more(
         box = Box(dict.fromkeys(range(first, 100), outcome))
         given = ChatFormats(template_sandbox=box)
         setup = read_chat_setup(tmp_path / "m", name="m", max_context=None, formats=given)
-        assert "it took long" in str(setup.chat.untried)
+        assert "it took long" in str(setup.chat.trial_error)
         assert (setup.unread_formats, box.asked) == ([], first)
 
 
@@ -133,7 +133,7 @@ def test_trials_end_once_all_of_them_have_taken_too_long(
     monkeypatch.setattr(chat_tokenizer_module, "TRIALS_S", -1.0)
     box = Box({})
     chat = family(tmp_path, template=MENTIONED, template_sandbox=box)
-    assert "took over" in str(chat.untried)
+    assert "took over" in str(chat.trial_error)
     assert box.asked == 1  # only the greeting was asked
     with pytest.raises(BadRequest, match="took over"):
         unread_formats(chat)

@@ -1,7 +1,7 @@
-"""A GGUF file as a `Listing`, and as an mlx-lm model whose weights are read in chunks.
+"""Describes a GGUF file as a `Listing`, and reads it in chunks as an mlx-lm model.
 
-Weights that MLX can pack stay quantized, except on a CPU without `is_packed`; others are
-dequantized.
+Weights stay quantized if MLX can pack their type, except on a CPU without `is_packed`. All other
+weights are dequantized.
 """
 
 import contextlib
@@ -80,7 +80,7 @@ class GgufCheckpoint:
         return self.header.tensors[self.places[name].tensor].type.name
 
     def packed_bits(self, name: str) -> int | None:
-        """Return the bits of a weight that MLX can hold quantized, otherwise None."""
+        """Return a weight's bits if MLX can hold the weight quantized, or else None."""
         if len(self.places[name].shape) != 2:
             return None
         return PACKED_BITS.get(self.kind(name))
@@ -100,7 +100,7 @@ class GgufCheckpoint:
         return listed
 
     def widen_types(self) -> Widened | None:
-        """Describe the weights that no device can hold quantized; None if there are none."""
+        """Describe the weights that no device can hold quantized; None without such weights."""
         grown = [
             name
             for name in self.places
@@ -155,7 +155,7 @@ def open_checkpoint(name: str, path: Path) -> Checkpoint | GgufCheckpoint:
     return Checkpoint(name, path)
 
 
-# The weights of a chunk, which takes about 5 ms and fits the processor's cache.
+# Weights in a chunk. A chunk takes about 5 ms, and fits into the processor's cache.
 CHUNK_WEIGHTS: Final = 1 << 20
 _DTYPES: Final = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}
 
@@ -168,7 +168,7 @@ class SlowedRoPE:
         self._freqs = base ** (mx.arange(0, dims, 2, dtype=mx.float32) / dims) * factors
 
     def __call__(self, x: mx.array, offset: int | mx.array = 0) -> mx.array:
-        """Rotate (…, tokens, dims); the first token has the position `offset`."""
+        """Rotate `x`, (…, tokens, dims), whose first token has the position `offset`."""
         return mx.fast.rope(
             x, self.dims, traditional=True, base=None, scale=1.0, offset=offset, freqs=self._freqs
         )
@@ -262,7 +262,7 @@ def _pack(
 
 
 def _chunks(file: RawIOBase, info: TensorInfo) -> Iterator[tuple[slice, Bytes]]:
-    """Yield slices of a tensor's rows, with their bytes, (rows, bytes of a row)."""
+    """Yield slices of a tensor's rows, and the bytes of each slice, (rows, bytes of a row)."""
     rows = _rows(info)
     chunk_rows = max(1, CHUNK_WEIGHTS // info.shape[-1])
     file.seek(info.offset)
