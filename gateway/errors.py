@@ -17,7 +17,7 @@ def shorten(text: str) -> str:
     return f"{text[:SHOWN_CHARS]}…"
 
 
-# The parts of a job that an error can name; wire maps each to a field of the request.
+# The parts of a job that an error can name. gateway.wire names the request's field for each.
 Part = Literal[
     "prompt", "documents", "questions", "prompt_name", "template_args", "tools", "answer_form",
     "min_tokens", "thinking_budget",
@@ -477,7 +477,7 @@ class Fault(StrEnum):
     FATAL = "fatal"  # the device no longer works in this process
     PRESSURE = "pressure"  # the device has run out of memory
     ROW = "row"  # this input fails on every try
-    COMPILER = "compiler"  # compiling code failed, but MLX can run without it
+    COMPILER = "compiler"  # g++ failed; MLX can run without compiled code
     UNKNOWN = "unknown"
 
 

@@ -78,7 +78,7 @@ class ChatEngines:
         share = self._share(spec)
         if share is None:
             return digest
-        # A rank's arrays differ in shape from a whole model's, so its verdict is separate.
+        # A rank's arrays differ in shape from a whole model's, so it has a self-test of its own.
         return f"{digest}-{share.parallel}-{share.group.size()}"
 
     def size(self, spec: ChatSpec, files: Path, draft: DraftFiles | None) -> Size:
@@ -111,7 +111,7 @@ class ChatEngines:
         settings = led or settings_of(spec, self.settings)
         kept_bytes, rows, pool = settings.prefix_cache_bytes, settings.speculate_rows, None
         if kept_bytes == "auto":
-            kept_bytes = LEAST_PREFIXES  # the limit until the first step's plan sets another
+            kept_bytes = LEAST_PREFIXES  # until the first pass, whose plan has the limit
             pool = self.prefixes if spec.parallel is None else None
         steps = await self._load(spec, files, draft, kept_bytes, rows, pool)
         if led is not None or spec.parallel is None:

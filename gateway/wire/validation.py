@@ -23,7 +23,7 @@ from gateway.errors import BadRequest, GatewayError, UnknownParameter, Unsupport
 from gateway.errors import Part as ErrorPart
 from gateway.wire.bounds import DEFAULT, FAIL_FAST, NAME_CHARS, Bounds, Label, parse
 
-# OpenTelemetry's names of the fields in traces. No field may have the caller's text.
+# OpenTelemetry's names of the fields in traces. A field with a prompt or an answer is none of them.
 _TRACED: Mapping[str, str] = {
     **dict.fromkeys(("max_tokens", "max_completion_tokens", "max_output_tokens"), "max_tokens"),
     **{name: name for name in ("model", "stream", "seed", "temperature", "top_k", "top_p")},
@@ -48,7 +48,7 @@ class Request(BaseModel):
     # Values of refused fields that are accepted without effect.
     neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {}
     kind: ClassVar[Literal["chat", "embedding", "rerank"]] = "chat"
-    # The field from which a part of the job comes, if their names differ.
+    # The request's field for each part of a job that has another name.
     params: ClassVar[Mapping[ErrorPart, str]] = {}
     # An example for /openapi.json, without the model.
     example: ClassVar[Mapping[str, Any]] = {}
@@ -124,7 +124,7 @@ class Skipped(Part):
     role: ClassVar = "assistant"  # a skipped part is never the user's newest message
 
 
-KNOWN, OTHER = "known part", "other part"  # not identifiers, so `_steps` drops them
+KNOWN, OTHER = "known part", "other part"  # with spaces, by which `_steps` knows tags
 
 
 def by_type(tags: Mapping[str, str]) -> Discriminator:
@@ -293,7 +293,8 @@ _GOT = {
 
 def _bad_request(errors: Sequence[ErrorDetails]) -> BadRequest:
     param = _path(errors[0]["loc"])
-    # A union has an error for each branch. The deepest counts, preferably not a wrong type.
+    # A union has an error for each branch. The deepest one is told, and among equally deep ones
+    # one that is not about a wrong type.
     of_one_field = [error for error in errors if _path(error["loc"]).startswith(param)]
     error = max(
         of_one_field, key=lambda each: (len(_steps(each["loc"])), each["type"] not in _EXPECTED)

@@ -65,7 +65,7 @@ class Sequences:
         self._sight = sight
         self._prefill = Prefill(model, prefixes, max_scored, applied, pass_s, sight)
         self._running: DecodeBatch | None = None
-        self._queued: deque[DecodeBatch] = deque()  # sequences that wait, if not batched
+        self._queued: deque[DecodeBatch] = deque()  # without batching: one waiting sequence each
         self._parked: dict[int, Sequence | DecodeBatch] = {}
         self._untold: list[Delta] = []  # last deltas of sequences that failed when another left
         self._may_batch = True  # False once a verdict forbids batches
@@ -78,7 +78,7 @@ class Sequences:
 
     def apply_verdict(self, verdict: Verdict) -> None:
         """Turn off the modes that failed a self-test, for sequences that are read from now on."""
-        # Until the test is done, only architectures in EQUAL are batched.
+        # Before the self-test has ended, only architectures that are known to batch do so.
         self._may_batch = self._may_batch and not verdict.forbids_batches
         is_trusted = verdict.is_whole or is_listed(self._model)
         self._prefill.is_batched = self._may_batch and is_trusted
@@ -141,7 +141,7 @@ class Sequences:
         for seq in self._all():
             if seq.adapter == adapter:
                 self.leave(seq.id)
-        self.synchronize()  # keeps the other sequences' error before memory is freed
+        self.synchronize()  # a later wait would raise an error of the running step
 
     def leave(self, sequence_id: int) -> None:
         """Drop a sequence in any state; ignore an unknown id."""
@@ -189,7 +189,7 @@ class Sequences:
             parked.is_held = False
             self._prefill.readmit([parked])
         elif parked is not None:
-            parked.seqs[0].is_held = False  # otherwise it would be parked after its next prefill
+            parked.seqs[0].is_held = False  # if it is read again, it must not be parked
             self._extend(parked)
 
     def _cap_tokens(self, sequence_id: int, max_tokens: int) -> list[Delta]:

@@ -179,7 +179,7 @@ class RowBatcher(Generic[R]):
                 await self._collect()
                 async with self._lane.turn(self.kind) as turn:
                     await self._pass(turn)
-                    # While other turns wait but none is due, run further passes in this turn.
+                    # Go on in this turn until the other turns' waits end it.
                     while self._has_work() and turn.is_contended and not turn.is_up:
                         await self._pass(turn)
 
@@ -256,7 +256,7 @@ class RowBatcher(Generic[R]):
     async def _retry_alone(self, turn: Turn, batch: list[Row[R]], error: Exception) -> None:
         """Compute each row alone, so that only the rows at fault fail."""
         fault = await self._note(turn, error)
-        # A single row is retried only after memory has been freed, or without compiled code.
+        # A batch of one row is retried only after memory was freed or compiled code turned off.
         if fault is Fault.PRESSURE:
             await turn(self._lane.health.shed)
         for row in batch:

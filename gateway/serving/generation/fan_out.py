@@ -24,8 +24,8 @@ async def generate_many(
     queue = iter(enumerate(jobs))
     slots = min(JOBS_AT_ONCE, len(jobs))
     untried = set(range(slots))
-    # Set once each of the first jobs has been queued or has found the queue full. Nothing is
-    # yielded before that.
+    # Set as soon as every job of the first `slots` has been queued or has found the queue full.
+    # Nothing is yielded earlier.
     all_tried = asyncio.Event()
     first_admitted = asyncio.Event()  # the other jobs wait for the first one
 
