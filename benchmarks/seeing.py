@@ -20,7 +20,7 @@ from gateway.engine.vision.qwen import QwenTower, QwenVision
 VOCABULARY: Final = 8192
 MARKS: Final = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 SIZE: Final = (640, 480)
-IMAGE_TOKENS: Final = 300  # of a picture: 16 pixels a patch, 2 × 2 patches a token
+IMAGE_TOKENS: Final = 300  # tokens of a picture: 16 pixels a patch, 2 × 2 patches a token
 TEXT: Final[dict[str, Any]] = {
     "model_type": "qwen3_vl_text",
     "hidden_size": 512,
