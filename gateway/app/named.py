@@ -149,7 +149,7 @@ def _discover(settings: Settings, given: Mapping[str, str]) -> tuple[Entries, di
 
 
 def _select(catalog: Catalog, ids: list[str], settings: Settings, found: Entries) -> Catalog:
-    """Return first the named models, which are preloaded, and then the other served models."""
+    """Return a catalog of the named models, which are preloaded, and then of the others."""
     chosen: dict[str, ModelSpec] = {}
     for name in ids:
         spec = catalog.resolve(name).spec

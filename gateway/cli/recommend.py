@@ -49,7 +49,7 @@ class Fit:
     kv_bytes: int
     prefix_bytes: int
     token_bytes: int
-    verified: str  # the reference whose answers the family's were compared with
+    verified: str  # the reference that the model's family was compared with
     sees: bool | None  # whether the gateway can send it images; None if unknown
 
     @property

@@ -73,7 +73,7 @@ def read_kind(files: Path | None, model: str, source: str) -> Kind:
 
 
 def _require_plain_name(model: str) -> None:
-    # After mlx-lm has converted an embedding model, its files look like a chat model's.
+    # mlx-lm converts embedding models to files that look like a chat model's, so the name is read.
     found = _NAMED.search(model.lower())
     if found is None:
         return

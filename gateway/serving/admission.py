@@ -24,7 +24,7 @@ class Arrival:
 
 
 class Arrivals:
-    """The requests on their way to the queue, for which a batcher may wait."""
+    """Counts the requests that will soon be queued. A batcher may wait for them."""
 
     def __init__(self) -> None:
         self._since: dict[Arrival, float] = {}
@@ -99,7 +99,7 @@ _GAUGES = {
 class Admission:
     """A bound on the units, such as tokens, that all requests of a model hold together.
 
-    A request that would exceed `limit` is refused, unless no other request holds anything.
+    A request that would exceed `limit` is refused, unless other requests hold nothing.
     """
 
     def __init__(

@@ -13,8 +13,8 @@ from gateway.wire.images import REFUSING, ImageReader
 from gateway.wire.messages import read_arguments
 from gateway.wire.validation import IMAGE_TYPES, KNOWN, OTHER, Part, Skipped, by_type, require
 
-# Claude Code's first system block begins with this text. The block is left out, because it changes
-# with every session, and prompts would share no prefix.
+# Claude Code's first system block begins with this text. The block changes with every session, so
+# prompts with the block would share no prefix.
 NOT_FOR_MODELS = "x-anthropic-billing-header:"
 _HINTS = frozenset({"cache_control", "citations"})
 _READABLE = ("text", "document", "search_result")

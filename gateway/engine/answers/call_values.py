@@ -29,7 +29,7 @@ class Unfinished(ValueError):
 class Reading:
     """The calls that were read at one place of a text."""
 
-    calls: Sequence[Call]  # empty if the calls are malformed, and so plain text
+    calls: Sequence[Call]  # empty if the calls are malformed: they are plain text
     end: int  # the place after the calls and their closing mark
     is_last: bool = False  # no calls follow `end`, only plain text
 
@@ -172,7 +172,7 @@ _TYPES: Mapping[str, Callable[[Any], bool]] = {
 }
 _QUOTED = re.compile(r"\s*([\"'])(.*)\1\s*", re.DOTALL)
 _DEPTH = 16  # the greatest depth to which references and alternatives are followed
-# The lane waits while schemas are read, so these limits keep that short.
+# The lane waits while schemas are read. These limits keep the wait short.
 _MOST_PARTS = 256  # parts of one schema
 _MOST_SCHEMAS = 4096  # schemas of one call
 

@@ -20,8 +20,8 @@ from gateway.engine.models.decoders import (
 from gateway.engine.models.missing_kernels import Report, replace_missing
 
 SAME_AS: Final = {"eurobert": "llama"}  # mlx-lm's architecture, if its name differs
-# By key of config.json: the value that means causal attention, and the families whose other values
-# are supported.
+# For each key of config.json: the value for causal attention, and the families that may have other
+# values.
 _AHEAD: Final = {
     "is_causal": (True, LLAMAS),
     "use_bidirectional_attention": (False, ("gemma3_text",)),
@@ -40,7 +40,7 @@ class BothWays:
     def make_mask(
         self, tokens: int, return_array: bool = False, window_size: int | None = None
     ) -> mx.array | None:
-        """Return a mask of shape (rows or 1, 1, tokens or 1, tokens); None if all are visible."""
+        """Return a mask of shape (rows or 1, 1, tokens or 1, tokens); None hides nothing."""
         seen = None if self._mask is None else self._mask[:, None, None, :]
         if window_size is None or tokens <= window_size // 2 + 1:
             return seen

@@ -46,7 +46,7 @@ def open_decoder(
     checkpoint.config()  # raises an error that names the key
 
     def bounded_classes(config: dict[str, Any]) -> tuple[Any, type]:
-        # mlx-lm and transformers have different defaults, so the weights decide.
+        # mlx-lm and transformers have different defaults, so the weights tell if the head is tied.
         config.setdefault("tie_word_embeddings", not any(map(_HEAD.search, weights)))
         chosen = classes(config)
         check_depth(config, chosen[1], weights)

@@ -209,7 +209,7 @@ class ChatTokenizer:
         return str(self.backend.decode(list(ids), skip_special_tokens=False))
 
     def texts_of(self, ids: Sequence[int], prompt: str | TokenIds | None) -> list[str]:
-        """Return the text of each token of `prompt`, a caller's text or ids without a template."""
+        """Return the text of each token in `ids`. `prompt` is the caller's input for these ids."""
         added = self.backend.get_added_tokens_decoder()
         special = {token for token, added_token in added.items() if added_token.special}
         return texts_of(ids, prompt if isinstance(prompt, str) else None, self.vocabulary, special)
@@ -286,7 +286,7 @@ class ChatTokenizer:
             return None
 
     def _thinking_arguments(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Return arguments with the choice to think under all names that templates read.
+        """Add the choice whether to think to `arguments`, under every name that templates read.
 
         Most templates read `enable_thinking`. Granite's and DeepSeek's read `thinking`, Cohere's
         read `reasoning`, and MiniMax M3's reads `thinking_mode`.

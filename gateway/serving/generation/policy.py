@@ -10,7 +10,7 @@ from gateway.serving.generation.memory import GROWTH, MARGIN, Layout, RowMemory
 from gateway.serving.generation.queue import Joins, WaitingQueue
 from gateway.serving.generation.widths import RUN, StepTimes, Width, choose_width
 
-MAX_PREEMPTIONS = 2  # per sequence, while another sequence can be preempted instead
+MAX_PREEMPTIONS = 2  # for one sequence, as long as another can be preempted instead
 QUANTUM = 64  # tokens that a sequence with a grammar decodes before another takes its place
 ANSWERS_SHARE = 0.25  # share of places reserved for sequences that write answers
 
@@ -230,7 +230,7 @@ class Growth:
 
 
 def plan_growth(batch: Batch) -> Growth:
-    """Plan memory for the oldest sequences that need more, and preempt the youngest for it."""
+    """Plan more memory for sequences, the oldest first. The youngest are preempted for it."""
     growth, choices, memory = Growth(), list(batch.choices), batch.memory
 
     def fits(layout: Layout) -> bool:
@@ -257,6 +257,6 @@ def plan_growth(batch: Batch) -> Growth:
 
 
 def choose_youngest(choices: Sequence[Choice]) -> Choice:
-    """Choose the youngest sequence, if possible a held one that may be preempted again."""
+    """Choose the youngest sequence. Prefer those that may be preempted again, then held ones."""
     preemptible = [choice for choice in choices if choice.preemptions < MAX_PREEMPTIONS]
     return max(preemptible or choices, key=lambda choice: (choice.is_held, *choice.age))

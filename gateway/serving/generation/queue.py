@@ -45,7 +45,8 @@ class JobQueue:
     ) -> AsyncIterator[None]:
         """Hold a place for a job while entered. Raises Overloaded if the queue is full.
 
-        If `on_full` is given, a full queue calls it, and the job waits until the caller's deadline.
+        With `on_full`, a full queue makes the job wait until the caller's deadline. `on_full` is
+        called before each wait.
         """
         with contextlib.ExitStack() as stack:
             while True:
@@ -63,8 +64,8 @@ class JobQueue:
 
     @contextlib.contextmanager
     def _admit(self, request: int, sequences: Sequence[SequenceParams]) -> Iterator[None]:
-        # The steps that score a question's labels share a prompt. Its tokens count for the first
-        # step, and each later step counts as one token.
+        # The steps that score a question's labels share a prompt. The first step counts all tokens
+        # of the prompt, and each later step counts as one token.
         counted = [each for each in sequences if each.step is None or each.step.is_first]
         tokens = sum(len(each.prompt) for each in counted) + len(sequences) - len(counted)
         is_more = self._jobs[request] > 0

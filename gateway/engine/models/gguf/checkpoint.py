@@ -100,7 +100,7 @@ class GgufCheckpoint:
         return listed
 
     def widen_types(self) -> Widened | None:
-        """Describe the weights that no device can hold quantized; None without such weights."""
+        """Describe the weights that no device can hold quantized; None if there are none."""
         grown = [
             name
             for name in self.places
