@@ -264,19 +264,17 @@ def _continue(service: Service) -> Setup:
 def _cline(service: Service) -> Setup:
     name = "openai-compatible"
     model = {"provider": name, "model": service.model, "baseUrl": f"{service.url}/v1"}
-    limits = {"contextWindow": service.context, "maxTokens": service.answer}
+    limits: dict[str, Any] = {"contextWindow": service.context, "maxTokens": service.answer}
+    # Cline 3.0.65 assumes that every model of a gateway reads images.
+    limits["headers"] = {} if service.sees else {"x-gateway-leave-out-images": "true"}
     about = {"settings": {**model, **limits}, "updatedAt": "2026-11-26T00:00:00Z"}
     providers = {"version": 1, "lastUsedProvider": name, "providers": {name: about}}
-    # Cline reads this file beside the other, and assumes that an unknown model reads images.
-    sight = {"models": {service.model: {"supportsVision": service.sees}}}
-    models = {"version": 1, "providers": {name: sight}}
     variables = {
         "CLINE_PROVIDER_SETTINGS_PATH": f"{service.folder}/providers.json",
         # Otherwise Cline 3.0.65 leaves a process running, and later sessions use this provider.
         "CLINE_SESSION_BACKEND_MODE": "local",
     }
-    files = {"providers.json": json.dumps(providers), "models.json": json.dumps(models)}
-    return Setup(variables, files=files)
+    return Setup(variables, files={"providers.json": json.dumps(providers)})
 
 
 def _aider(service: Service) -> Setup:
