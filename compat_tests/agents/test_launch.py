@@ -159,10 +159,10 @@ async def test_a_session_of_claude_code_goes_on_after_a_picture(
     async with serving(tmp_path, sees=sees, api_keys=KEY) as (client, chat):
         claude = claude_in(installed, tmp_path)
         first = orjson.loads(await run(claude, tmp_path, client, *asked))
-        assert shown(chat) == sees * [picture.read_bytes()]
+        assert len(shown(chat)) == sees
         second = orjson.loads(await run(claude, tmp_path, client, *later))
     assert (first["is_error"], second["result"]) == (False, "It printed: hello from 42")
-    assert shown(chat) == sees * [picture.read_bytes()]
+    assert len(shown(chat)) == sees
 
 
 @NEEDS_NODE
