@@ -76,11 +76,10 @@ def thumbnails(page: Any) -> int:
     return count
 
 
-def sent(page: Any) -> list[Any]:
-    """Return the parts of the last message, once its answer is there."""
+def sent(page: Any) -> Any:
+    """Return the content of the last message, once its answer is there."""
     page.locator("#chat .result", has_text="completion tokens").wait_for()
-    content: list[Any] = page.asked[-1]["messages"][-1]["content"]
-    return content
+    return page.asked[-1]["messages"][-1]["content"]
 
 
 def file_of(part: Any) -> bytes:
