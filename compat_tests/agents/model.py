@@ -51,12 +51,7 @@ class ScriptedAgent(ScriptedChat):
         self.jobs.append(job)
         conversation = {
             "turns": job.messages,
-            "tools": {
-                tool["function"]["name"]: next(
-                    iter(tool["function"]["parameters"]["properties"]), ""
-                )
-                for tool in job.tools
-            },
+            "tools": {tool["function"]["name"]: _first_argument(tool) for tool in job.tools},
             "is_json": job.grammar is not None,
         }
         text = orjson.dumps(conversation).decode()
@@ -83,6 +78,11 @@ class SeeingAgent(ScriptedAgent):
     """The same, which reads images."""
 
     images = ImageCost()
+
+
+def _first_argument(tool: Mapping[str, Any]) -> str:
+    properties = (tool["function"].get("parameters") or {}).get("properties") or {}
+    return next(iter(properties), "")
 
 
 def _plan(conversation: Mapping[str, Any]) -> list[dict[str, Any]]:
