@@ -1,4 +1,5 @@
-"""A scripted chat model that an agent can work with: it has the agent run a command, once.
+"""A scripted chat model that an agent can work with: it has the agent run a command or look at a
+picture, once.
 
 `python -m compat_tests.agents.model` serves it until it is interrupted.
 """
@@ -16,7 +17,7 @@ import httpx2
 import orjson
 
 from gateway.jobs.chat import CallDelta, Delta, GenerateJob
-from gateway.jobs.steps import SequenceParams
+from gateway.jobs.steps import ImageCost, SequenceParams
 from tests.fakes import ScriptedChat, ScriptedEngines, ScriptedRow
 from tests.serving_app import catalog, served
 
@@ -30,11 +31,14 @@ SHELLS = {
 }
 """The tools that run a command, and what each calls it."""
 COMMAND = re.compile(r"`(echo [^`]+)`")
+VIEWERS = ("Read", "view_image", "read", "read_files")
+"""The tools that read a picture: Claude Code's, Codex', opencode's and pi's, Cline's."""
+PICTURE = re.compile(r"look at `([^`]+)`")
 
 
 @dataclass
 class ScriptedAgent(ScriptedChat):
-    """Has the agent's tool for commands run an `echo` in backquotes, and repeats its output.
+    """Has the agent's tools run an `echo` in backquotes or read a file, and repeats their output.
 
     It thinks first, announces the call, and titles a conversation if it is asked for JSON.
     """
@@ -47,7 +51,7 @@ class ScriptedAgent(ScriptedChat):
         self.jobs.append(job)
         conversation = {
             "turns": job.messages,
-            "tools": [tool["function"]["name"] for tool in job.tools],
+            "tools": {tool["function"]["name"]: _first_argument(tool) for tool in job.tools},
             "is_json": job.grammar is not None,
         }
         text = orjson.dumps(conversation).decode()
@@ -70,6 +74,17 @@ class ScriptedAgent(ScriptedChat):
         return Delta(row.params.index, id=number, tokens=1, **delta)
 
 
+class SeeingAgent(ScriptedAgent):
+    """The same, which reads images."""
+
+    images = ImageCost()
+
+
+def _first_argument(tool: Mapping[str, Any]) -> str:
+    properties = (tool["function"].get("parameters") or {}).get("properties") or {}
+    return next(iter(properties), "")
+
+
 def _plan(conversation: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the deltas of the answer."""
     turns = conversation["turns"]
@@ -83,37 +98,40 @@ def _plan(conversation: Mapping[str, Any]) -> list[dict[str, Any]]:
     if last["role"] == "tool":
         words = re.split(r"(?<= )", f"It printed: {last['content'].strip()}")
         return [*({"text": word} for word in words), {"finish_reason": "stop"}]
-    command = COMMAND.findall(last["content"])[-1]
-    given: dict[str, Any] = {SHELLS[shell]: command}
-    if SHELLS[shell] == "commands":
-        given = {"commands": [command]}
-    elif SHELLS[shell] == "command":
-        given["description"] = "Run it"
+    name, given = shell, {}
+    if pictures := PICTURE.findall(last["content"]):
+        name = next(each for each in VIEWERS if each in conversation["tools"])
+        first = conversation["tools"][name]
+        given = {first: [{"path": pictures[-1]}] if first == "files" else pictures[-1]}
+    else:
+        command = COMMAND.findall(last["content"])[-1]
+        given = {SHELLS[shell]: [command] if SHELLS[shell] == "commands" else command}
+        if SHELLS[shell] == "command":
+            given["description"] = "Run it"
     arguments = orjson.dumps(given).decode()
     middle = len(arguments) // 2
     return [
         {"reasoning": "A command, ", "reasoning_tokens": 1},
         {"reasoning": "so run it.", "reasoning_tokens": 1},
         {"text": "I will run that."},
-        {"call": CallDelta(0, f"call_{len(turns)}", shell, arguments[:middle])},
+        {"call": CallDelta(0, f"call_{len(turns)}", name, arguments[:middle])},
         {"call": CallDelta(0, arguments=arguments[middle:])},
         {"finish_reason": "tool_calls"},
     ]
 
 
 def _is_answerable(turn: Mapping[str, Any]) -> bool:
-    """Return True for a tool's result, and for a user's turn with a command."""
-    return turn["role"] == "tool" or (
-        turn["role"] == "user" and COMMAND.search(turn["content"]) is not None
-    )
+    """Return True for a tool's result, and for a user's turn that asks for a call."""
+    asks = any(pattern.search(turn["content"] or "") for pattern in (COMMAND, PICTURE))
+    return turn["role"] == "tool" or (turn["role"] == "user" and asks)
 
 
 @asynccontextmanager
 async def serving(
-    folder: Path, **given: Any
+    folder: Path, *, sees: bool = False, **given: Any
 ) -> AsyncIterator[tuple[httpx2.AsyncClient, ScriptedAgent]]:
     """Serve the model, and give a client of the gateway, and the requests of the model."""
-    chat = ScriptedAgent()
+    chat = SeeingAgent() if sees else ScriptedAgent()
     models = catalog(folder, {MODEL: {"kind": "chat", "source": "path:.", "preload": True}})
     async with served(models, ScriptedEngines(chat=chat), **given) as client:
         yield client, chat

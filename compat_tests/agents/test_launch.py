@@ -3,6 +3,7 @@
 import asyncio
 import os
 import platform
+import re
 import signal
 import struct
 import sys
@@ -13,7 +14,7 @@ import httpx2
 import orjson
 import pytest
 
-from compat_tests.agents.model import MODEL, serving
+from compat_tests.agents.model import MODEL, ScriptedAgent, serving
 from compat_tests.node import NEEDS_NODE
 from tests.processes import ROOT, environment
 
@@ -123,10 +124,10 @@ async def test_codex_runs_a_command(installed: Path, tmp_path: Path) -> None:
 
 @pytest.fixture
 def picture(tmp_path: Path) -> Path:
-    """Write a PNG of one red pixel into the home."""
+    """Write a PNG of 64 red pixels by 64 into the home; some agents enlarge smaller ones."""
     pieces = (
-        (b"IHDR", struct.pack(">IIBBBBB", 1, 1, 8, 2, 0, 0, 0)),
-        (b"IDAT", zlib.compress(b"\0\xff\0\0")),
+        (b"IHDR", struct.pack(">IIBBBBB", 64, 64, 8, 2, 0, 0, 0)),
+        (b"IDAT", zlib.compress(64 * (b"\0" + 64 * b"\xff\0\0"))),
         (b"IEND", b""),
     )
     text = b"\x89PNG\r\n\x1a\n"
@@ -137,33 +138,83 @@ def picture(tmp_path: Path) -> Path:
     return tmp_path / "red.png"
 
 
+SEES = pytest.mark.parametrize("sees", [False, True], ids=["text", "sees"])
+
+
+def shown(chat: ScriptedAgent) -> list[bytes]:
+    """Return the images of the last request."""
+    return [image.data for image in chat.jobs[-1].images]
+
+
 @NEEDS_NODE
+@SEES
 async def test_a_session_of_claude_code_goes_on_after_a_picture(
-    installed: Path, tmp_path: Path, picture: Path
+    installed: Path, tmp_path: Path, picture: Path, sees: bool
 ) -> None:
-    """It takes the picture out at the refusal, whose words it knows, and asks again."""
+    """A model that sees is shown it both times; for another the agent takes it out at the refusal,
+    whose words it knows, and asks again.
+    """
     asked = ("-p", f"What is in @{picture.name}?", "--output-format", "json")
     later = ("-p", "--continue", ASKED, "--allowedTools", "Bash", "--output-format", "json")
-    async with serving(tmp_path, api_keys=KEY) as (client, _):
+    async with serving(tmp_path, sees=sees, api_keys=KEY) as (client, chat):
         claude = claude_in(installed, tmp_path)
         first = orjson.loads(await run(claude, tmp_path, client, *asked))
+        assert len(shown(chat)) == sees
         second = orjson.loads(await run(claude, tmp_path, client, *later))
     assert (first["is_error"], second["result"]) == (False, "It printed: hello from 42")
+    assert len(shown(chat)) == sees
 
 
 @NEEDS_NODE
+@SEES
 async def test_a_session_of_codex_goes_on_after_a_picture(
-    installed: Path, tmp_path: Path, picture: Path
+    installed: Path, tmp_path: Path, picture: Path, sees: bool
 ) -> None:
-    """It sends none, as the catalog says that the model reads text, and has no warning."""
+    """It has no warning, and sends the picture if the catalog says that the model reads images."""
     codex, options = installed / ".bin" / "codex", CODEX[:-1]
-    async with serving(tmp_path, api_keys=KEY) as (client, chat):
+    async with serving(tmp_path, sees=sees, api_keys=KEY) as (client, chat):
         pictured = (*options, "-i", picture.name, "--", "What is this?")
         first = await run(codex, tmp_path, client, *pictured)
         second = await run(codex, tmp_path, client, *options, "resume", "--last", ASKED)
     assert b"Model metadata" not in first + second
     assert b"hello from 42" in second
-    assert "image content omitted" in str(chat.jobs[-1].messages)
+    assert ("image content omitted" in str(chat.jobs[-1].messages)) is not sees
+    assert len(shown(chat)) == sees
+
+
+@NEEDS_NODE
+@SEES
+@pytest.mark.parametrize(
+    ("path", "before", "after"),
+    [
+        ("claude", ("-p",), ("--allowedTools", "Read")),
+        (".bin/codex", CODEX[:-1], ()),
+        (f"opencode-{SYSTEM}/bin/opencode", OPENCODE[:-1], ()),
+        (".bin/pi", ("-p",), ()),
+        (f"@cline/cli-{SYSTEM}/bin/cline", (), ()),
+    ],
+    ids=["claude", "codex", "opencode", "pi", "cline"],
+)
+async def test_a_picture_that_an_agent_looks_at_is_shown_to_a_model_that_sees_alone(
+    installed: Path,
+    tmp_path: Path,
+    picture: Path,
+    path: str,
+    before: tuple[str, ...],
+    after: tuple[str, ...],
+    sees: bool,
+) -> None:
+    """Its own tool reads the file. Either model's answer comes, and no request is refused."""
+    program = claude_in(installed, tmp_path) if path == "claude" else installed / path
+    if not program.exists():
+        pytest.skip(f"package-lock.json has no {path}")
+    arguments = (*before, f"Please look at `{picture}`.", *after)
+    async with serving(tmp_path, sees=sees, api_keys=KEY) as (client, chat):
+        printed = await run(program, tmp_path, client, *arguments)
+        metrics = (await client.get("/metrics")).text
+    assert b"It printed: " in printed
+    assert len(shown(chat)) == sees
+    assert not re.search(r'gateway_requests_total{[^}]*status="400"', metrics)
 
 
 @NEEDS_NODE

@@ -92,7 +92,8 @@ def looking(browser: Any, url: str, *keys: str, **options: Any) -> Iterator[Any]
         yield page
         assert said == []
         assert fetched
-        assert [each for each in fetched if not each.startswith(f"{url}/")] == []
+        own = (f"{url}/", f"blob:{url}/")
+        assert [each for each in fetched if not each.startswith(own)] == []
         assert [each for each in fetched if any(key in each for key in keys)] == []
     finally:
         context.close()

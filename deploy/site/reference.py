@@ -84,6 +84,8 @@ def in_words(schema: Schema) -> str:
         name = schema["$ref"].rpartition("/")[2]
         return f"[{name}]({TYPES_PAGE}#{name.lower()})"
     options = schema.get("anyOf") or schema.get("oneOf")
+    if isinstance(schema.get("type"), list):
+        options = [{**schema, "type": each} for each in schema["type"]]
     if options:
         return " or ".join(dict.fromkeys(map(in_words, options)))
     if "enum" in schema or "const" in schema:

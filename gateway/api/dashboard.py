@@ -33,6 +33,7 @@ FILES = {
     "dashboard.js": "text/javascript",
     "elements.js": "text/javascript",
     "gateway.js": "text/javascript",
+    "pictures.js": "text/javascript",
     "readings.js": "text/javascript",
     "try_it.js": "text/javascript",
     "icon.svg": "image/svg+xml",
@@ -40,10 +41,10 @@ FILES = {
 PATHS = frozenset({"/dashboard", *(f"/dashboard/{name}" for name in FILES)})
 PERIOD_S = 1.0
 _HEADERS = {
-    # The page may load only its own files and call only this gateway. Inline scripts, HTML made
-    # from strings and frames are forbidden.
+    # The page may load only its own files, show files that the user chose, and call only this
+    # gateway. Inline scripts, HTML made from strings and frames are forbidden.
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
-    "img-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; "
+    "img-src 'self' blob:; connect-src 'self'; base-uri 'none'; form-action 'none'; "
     "frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'",
     "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
@@ -112,6 +113,7 @@ def _sample(service: Service, is_admin: bool) -> bytes:
         "version": __version__,
         "status": service.readiness(),
         "has_admin": service.exposure.has_admin,
+        "max_image_bytes": service.rules.max_image_bytes,
         "watchers": service.watchers.count,
         "models": _models(service),
         "pulls": [describe_pull(service, pull) for pull in service.named.pulls.under_way],

@@ -35,6 +35,10 @@ class Service:
     def answer(self) -> int:
         return (self.context or AGENT_CONTEXT) // 4
 
+    @property
+    def sees(self) -> bool:
+        return "image" in self.modalities
+
 
 @dataclass(frozen=True, slots=True)
 class Setup:
@@ -93,7 +97,7 @@ def _claude(service: Service) -> Setup:
     # Requests repeat a session's images, and would be refused without this header.
     headers = {"ANTHROPIC_CUSTOM_HEADERS": "x-gateway-leave-out-images: true"}
     return Setup(
-        lines={} if "image" in service.modalities else headers,
+        lines={} if service.sees else headers,
         variables={
             "ANTHROPIC_BASE_URL": service.url,
             "ANTHROPIC_MODEL": service.model,
@@ -121,15 +125,13 @@ def _codex(service: Service) -> Setup:
         "model_providers.mlx-gateway.env_key": "MLX_GATEWAY_KEY",
         "review_model": service.model,
         "model_context_window": service.context,
+        "model_catalog_json": f"{service.folder}/models.json",
     }
-    files = {}
-    if "image" not in service.modalities:
-        options["model_catalog_json"] = f"{service.folder}/models.json"
-        files["models.json"] = json.dumps({"models": [_codex_model(service)]})
     arguments = []
     for name, value in options.items():  # a JSON string is a TOML string
         arguments += ["-c", f"{name}={json.dumps(value, ensure_ascii=False)}"]
-    return Setup(arguments=arguments, files=files)
+    catalog = {"models": [_codex_model(service)]}
+    return Setup(arguments=arguments, files={"models.json": json.dumps(catalog)})
 
 
 _CODEX_INSTRUCTIONS: Final = """\
@@ -145,8 +147,8 @@ command apply_patch with one argument, a patch (`*** Add File: path`, `*** Delet
 
 
 def _codex_model(service: Service) -> dict[str, Any]:
-    # Codex assumes that an unknown model reads images, and requires all these fields. The values
-    # are those that Codex 0.171 uses for unknown models.
+    # Codex assumes that an unknown model reads images, warns of one, and requires all these fields.
+    # The values are those that Codex 0.171 uses for unknown models.
     return {
         **dict.fromkeys(("slug", "display_name"), service.model),
         **dict.fromkeys(("supported_in_api", "supports_parallel_tool_calls"), True),
@@ -164,7 +166,8 @@ def _codex_model(service: Service) -> dict[str, Any]:
 
 def _opencode(service: Service) -> Setup:
     limit = {"context": service.context, "output": service.answer}
-    model = {"name": service.model, "limit": limit}
+    model: dict[str, Any] = {"name": service.model, "limit": limit, "attachment": service.sees}
+    model["modalities"] = {"input": [*service.modalities], "output": ["text"]}
     provider = {
         "npm": "@ai-sdk/openai-compatible",
         "name": "mlx-gateway",
@@ -186,6 +189,7 @@ def _llm(service: Service) -> Setup:
         "api_key_name": "mlx-gateway",
         "supports_tools": True,
         "supports_schema": True,
+        "vision": service.sees,
     }
     names = (service.model, service.small_model)
     models = [{"model_id": name, "model_name": name, **about} for name in names]
@@ -218,6 +222,7 @@ def _qwen(service: Service) -> Setup:
     model = {"id": service.model, "baseUrl": f"{service.url}/v1", "envKey": "MLX_GATEWAY_KEY"}
     tokens = {"max_tokens": service.answer}
     limits = {"contextWindowSize": service.context, "samplingParams": tokens}
+    limits["modalities"] = {"image": service.sees}
     settings = {
         "security": {"auth": {"selectedType": "openai"}},
         "model": {"name": service.model},
@@ -230,7 +235,8 @@ def _qwen(service: Service) -> Setup:
 def _pi(service: Service) -> Setup:
     # Pi reads models.json only beside the user's sessions, so an extension sets it up.
     model: dict[str, Any] = {"id": service.model, "name": service.model, "reasoning": False}
-    model |= {"contextWindow": service.context, "maxTokens": service.answer, "input": ["text"]}
+    model |= {"contextWindow": service.context, "maxTokens": service.answer}
+    model["input"] = [*service.modalities]
     model["cost"] = dict.fromkeys(("input", "output", "cacheRead", "cacheWrite"), 0)
     about = {"baseUrl": f"{service.url}/v1", "api": "openai-completions", "models": [model]}
     about["apiKey"] = "$MLX_GATEWAY_KEY"  # Pi 0.77 and later expand the variable
@@ -246,7 +252,7 @@ def _continue(service: Service) -> Setup:
         "model": service.model,
         "apiBase": f"{service.url}/v1",
         "apiKey": "${{ secrets.MLX_GATEWAY_KEY }}",  # cn 1.5.47 finds this key in the environment
-        "capabilities": ["tool_use"],
+        "capabilities": ["tool_use", *(["image_input"] if service.sees else ())],
     }
     limits = {"contextLength": service.context, "maxTokens": service.answer}
     models = [{**model, "defaultCompletionOptions": limits}]
@@ -258,7 +264,9 @@ def _continue(service: Service) -> Setup:
 def _cline(service: Service) -> Setup:
     name = "openai-compatible"
     model = {"provider": name, "model": service.model, "baseUrl": f"{service.url}/v1"}
-    limits = {"contextWindow": service.context, "maxTokens": service.answer}
+    limits: dict[str, Any] = {"contextWindow": service.context, "maxTokens": service.answer}
+    # Cline 3.0.65 assumes that every model of a gateway reads images.
+    limits["headers"] = {} if service.sees else {"x-gateway-leave-out-images": "true"}
     about = {"settings": {**model, **limits}, "updatedAt": "2026-11-26T00:00:00Z"}
     providers = {"version": 1, "lastUsedProvider": name, "providers": {name: about}}
     variables = {
@@ -274,6 +282,7 @@ def _aider(service: Service) -> Setup:
     model, small = f"openai/{service.model}", f"openai/{service.small_model}"
     limits = {"max_input_tokens": service.context, "max_output_tokens": service.answer}
     about = {"litellm_provider": "openai", "mode": "chat", **limits}
+    about["supports_vision"] = service.sees
     arguments = ["--openai-api-base", f"{service.url}/v1", "--model", model, "--weak-model", small]
     arguments += ["--model-metadata-file", f"{service.folder}/models.json"]
     return Setup(arguments=arguments, files={"models.json": json.dumps({model: about})})

@@ -202,12 +202,15 @@ def _summary(text: str) -> str:
 def leave_images_out(turns: Sequence[P]) -> tuple[list[P], int]:
     """Return the turns with a text in place of older images, and the number of these images.
 
-    Images in system messages and in the newest user message stay, so that they are refused.
+    Images in system messages and in the newest user message stay, so that they are refused; but
+    clients send the images of tools' results in a message behind these results.
     """
     # An assistant's message at the end is the beginning of the answer, not a newer turn.
     roles = [getattr(turn, "role", None) for turn in turns]
     passed = (*_SYSTEM, "assistant")
     newest = max((i for i, role in enumerate(roles) if role not in passed), default=-1)
+    if newest > 0 and roles[newest - 1] in ("tool", "function"):
+        newest = -1
     count = 0
 
     def without_images(part: Any, *, stay: bool) -> Any:

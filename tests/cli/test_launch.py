@@ -12,7 +12,6 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from threading import Timer
 from types import FrameType
@@ -36,6 +35,10 @@ from tests.processes import ROOT, children, command, environment
 from tests.serving_app import catalog, served, settings
 
 CLAUDE = TOOLS["claude"]
+BLIND_AND_SEEING = [
+    Service("http://x", "m", "s", 40_000, "/folder", modalities)
+    for modalities in (("text",), ("text", "image"))
+]
 OURS = ("AIDER", "ANTHROPIC", "CLINE", "COPILOT", "LLM", "MLX", "OPENAI", "OPENCODE", "QWEN")
 NOBODY = "1"  # a port at which nothing answers
 LARGE: dict[str, Any] = {"kind": "chat", "source": "path:large"}
@@ -631,27 +634,46 @@ def test_setups_quote_what_would_be_code() -> None:
 
 
 def test_a_model_that_reads_text_is_sent_no_images_of_earlier_turns() -> None:
-    """Claude Code asks with a header, before the user's own ones; Codex gets a catalog. A model
-    that reads images needs neither.
-    """
-    text = Service("http://x", "m", "s", 40_000, "/folder")
-    sees = replace(text, modalities=("text", "image"))
+    """Claude Code asks with a header, before the user's own ones, and Cline with one of its own."""
+    text, sees = BLIND_AND_SEEING
     own = {"ANTHROPIC_CUSTOM_HEADERS": "x-mine: 1"}
     given = [CLAUDE.environment(CLAUDE.set_up(each), None, own) for each in (text, sees)]
     assert [each["ANTHROPIC_CUSTOM_HEADERS"] for each in given] == [
         "x-gateway-leave-out-images: true\nx-mine: 1",
         "x-mine: 1",
     ]
-    codex = TOOLS["codex"].set_up(text)
-    assert 'model_catalog_json="/folder/models.json"' in codex.arguments
-    (model,) = json.loads(codex.files["models.json"])["models"]
-    assert (model["slug"], model["input_modalities"], model["context_window"]) == (
-        "m",
-        ["text"],
-        40_000,
-    )
-    assert not TOOLS["codex"].set_up(sees).files
-    assert "catalog" not in str(TOOLS["codex"].set_up(sees))
+    headers = [str(TOOLS["cline"].set_up(each).files) for each in (text, sees)]
+    assert ["x-gateway-leave-out-images" in each for each in headers] == [True, False]
+
+
+def test_codex_has_a_catalog_with_what_its_model_reads() -> None:
+    """Without one it warns that it knows nothing of the model, and takes it for one that sees."""
+    for service in BLIND_AND_SEEING:
+        codex = TOOLS["codex"].set_up(service)
+        assert 'model_catalog_json="/folder/models.json"' in codex.arguments
+        (model,) = json.loads(codex.files["models.json"])["models"]
+        assert (model["slug"], model["context_window"]) == ("m", 40_000)
+        assert model["input_modalities"] == [*service.modalities]
+
+
+@pytest.mark.parametrize(
+    ("name", "blind", "seeing"),
+    [
+        ("aider", '"supports_vision": false', '"supports_vision": true'),
+        ("cn", '"capabilities": ["tool_use"]', '"capabilities": ["tool_use", "image_input"]'),
+        ("llm", '"vision": false', '"vision": true'),
+        ("opencode", '"input": ["text"]', '"input": ["text", "image"]'),
+        ("pi", '"input": ["text"]', '"input": ["text", "image"]'),
+        ("qwen", '"modalities": {"image": false}', '"modalities": {"image": true}'),
+    ],
+)
+def test_a_tool_is_told_whether_its_model_reads_images(name: str, blind: str, seeing: str) -> None:
+    """Otherwise opencode and Pi replace a picture by words of theirs."""
+    for service, own, other in zip(BLIND_AND_SEEING, (blind, seeing), (seeing, blind), strict=True):
+        setup = TOOLS[name].set_up(service)
+        given = "\n".join(filter(None, (*setup.variables.values(), *setup.files.values())))
+        assert own in given
+        assert other not in given
 
 
 def test_launch_goes_by_the_modalities_that_the_gateway_says(

@@ -130,7 +130,7 @@ function show(sample) {
   showStages();
   showRequests(sample);
   showErrors(sample);
-  offerModels(sample.models);
+  offerModels(sample.models, sample.max_image_bytes);
 }
 
 function showStatus(kind, text) {

@@ -2,6 +2,7 @@
 
 import { call, events } from "./gateway.js";
 import { find, list, make, say } from "./elements.js";
+import { picture, takePictures } from "./pictures.js";
 import { decimal, integer, percent, seconds } from "./readings.js";
 
 const KINDS = { chat: ["chat"], embed: ["embedding"], rerank: ["rerank", "embedding"] };
@@ -30,7 +31,7 @@ for (const [index, tab] of tabs.entries()) {
 choose(tabs[0]);
 
 /** Offer the models of each sample to the three forms; a choice stays as long as its model does. */
-export function offerModels(models) {
+export function offerModels(models, mostBytes) {
   for (const [name, kinds] of Object.entries(KINDS)) {
     const fitting = kinds.flatMap((kind) => models.filter((each) => each.kind === kind));
     const loadedFirst = [...fitting].sort((a, b) => (b.state === "loaded") - (a.state === "loaded"));
@@ -38,14 +39,16 @@ export function offerModels(models) {
     const before = select.value;
     const items = select.options.length ? fitting : loadedFirst; // the order stays while one chooses
     const shown = items.length ? items : [{ id: "", state: "no model of this kind" }];
-    list(select, shown, (each) => each.id, ({ id }) => make("option", { value: id }), (option, { id, state }) => {
+    list(select, shown, (each) => each.id, ({ id }) => make("option", { value: id }), (option, { id, state, input_modalities }) => {
       const text = state === "loaded" ? id : `${id} (${state})`;
       if (option.text !== text) option.text = text;
       option.dataset.state = state;
+      option.dataset.sees = input_modalities?.includes("image") ?? false;
     });
     if (!before && loadedFirst.length) select.value = loadedFirst[0].id;
     find("button[type=submit]", form(name)).disabled = !fitting.length || form(name).dataset.busy === "true";
   }
+  pictures.offer(mostBytes);
 }
 
 /** Run what a form asks for: its button waits meanwhile, and an error is shown where results are. */
@@ -79,12 +82,13 @@ function on(name, work) {
 const chat = form("chat");
 const turns = find(".turns", chat);
 const [stop, clear] = [find(".stop", chat), find(".clear", chat)];
+const pictures = takePictures(chat, (text) => say(find(".result", chat), text));
 let messages = [];
 let writing = null;
 
-function addTurn(role, text = "") {
+function addTurn(role, text = "", shown = []) {
   const [thought, words] = [make("span", { class: "thought" }), make("span", {}, text)];
-  const turn = make("div", { class: `turn ${role}` }, thought, words);
+  const turn = make("div", { class: `turn ${role}` }, ...shown.map(picture), thought, words);
   turns.append(turn);
   turn.scrollIntoView({ block: "nearest" });
   return { turn, thought, words };
@@ -92,9 +96,10 @@ function addTurn(role, text = "") {
 
 on("chat", async (result, elapsed) => {
   const { text, model } = chat.elements;
-  const content = text.value.trim() || text.placeholder;
+  const asked = text.value.trim() || text.placeholder;
+  const [shown, content] = await pictures.take(asked);
   messages.push({ role: "user", content });
-  addTurn("user", content);
+  addTurn("user", asked, shown);
   text.value = "";
   const { turn, thought, words } = addTurn("assistant");
   writing = new AbortController();
@@ -143,6 +148,7 @@ stop.addEventListener("click", () => writing?.abort());
 clear.addEventListener("click", () => {
   writing?.abort();
   messages = [];
+  for (const each of turns.querySelectorAll("img")) URL.revokeObjectURL(each.src);
   turns.replaceChildren();
   say(find(".result", chat), "");
 });
