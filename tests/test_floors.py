@@ -138,10 +138,10 @@ INSIDE: dict[str, dict[str, set[str]]] = {
 # shrinks lowers its budget; only the commit that says why raises one.
 BUDGET: dict[str, int] = {
     "__main__": 2,
-    "api": 2922,
+    "api": 2924,
     "app": 1602,
     "bench": 302,
-    "cli": 1538,
+    "cli": 1545,
     "clock": 42,
     "doctor": 515,
     "engine": 15213,
@@ -155,7 +155,7 @@ BUDGET: dict[str, int] = {
     "server": 296,
     "serving": 4763,
     "settings": 372,
-    "wire": 3948,
+    "wire": 3950,
 }
 PACKAGES = sorted(file.parent for file in GATEWAY.rglob("__init__.py"))
 # A line of a map: names, two spaces or more, and what they are.
