@@ -5,6 +5,7 @@ features  a cache of images' features
 reading   a decoder of mlx-lm's that reads features
 rotation  M-RoPE instead of a decoder's rope
 layout    the positions of a prompt's tokens
+kinds     the declaration of each family
 towers    loading of a checkpoint's vision tower
 qwen      the tower of Qwen3-VL and Qwen3.5 to 3.8
 prompts   a job's images → spans of its prompt

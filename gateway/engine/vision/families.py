@@ -2,13 +2,29 @@
 
 import json
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-# Values of model_type in config.json.
-FAMILIES: Final = frozenset({"qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"})
-# Prefixes of a tower's arrays in transformers' two layouts and mlx-vlm's.
-TOWER: Final = re.compile(r"^(model\.visual|visual|vision_tower)\.")
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Model families that share a tower; `kinds` has the rest of the declaration."""
+
+    name: str
+    types: tuple[str, ...]  # values of model_type in config.json
+    # The prefix, left out, of a tower's arrays in transformers' two layouts and mlx-vlm's.
+    tower: re.Pattern[str]
+
+
+_DECLARED: Final = (
+    Family(
+        "qwen3",
+        ("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"),
+        re.compile(r"^(model\.visual|visual|vision_tower)\."),
+    ),
+)
+FAMILIES: Final = {kind: family for family in _DECLARED for kind in family.types}
 PROCESSORS: Final = ("processor_config.json", "preprocessor_config.json")
 _HEADER_BYTES: Final = 100_000_000
 
@@ -19,7 +35,8 @@ def reads_images(folder: Path) -> bool:
     Raises OSError and ValueError.
     """
     config = _object((folder / "config.json").read_bytes())
-    if config.get("model_type") not in FAMILIES or "vision_config" not in config:
+    family = FAMILIES.get(str(config.get("model_type")))
+    if family is None or "vision_config" not in config:
         return False
     if not any((folder / name).is_file() for name in PROCESSORS):
         return False
@@ -30,7 +47,7 @@ def reads_images(folder: Path) -> bool:
         with (folder / "model.safetensors").open("rb") as content:
             length = int.from_bytes(content.read(8), "little")
             names = _object(content.read(min(length, _HEADER_BYTES)))
-    return any(map(TOWER.match, names))
+    return any(map(family.tower.match, names))
 
 
 def _object(content: bytes) -> dict[str, Any]:

@@ -60,8 +60,15 @@ class QwenPatches:
         return height // self.patch, width // self.patch
 
     def tokens(self, width: int, height: int) -> int:
-        rows, columns = self.grid(width, height)
-        return rows * columns // self.merge**2
+        return math.prod(self.places(self.grid(width, height)))
+
+    def pixels(self, grid: tuple[int, int]) -> tuple[int, int]:
+        """Return the rows and columns of pixels."""
+        return grid[0] * self.patch, grid[1] * self.patch
+
+    def places(self, grid: tuple[int, int]) -> tuple[int, int]:
+        """Return the rows and columns of tokens."""
+        return grid[0] // self.merge, grid[1] // self.merge
 
     def to_patches(self, rgb: NDArray[np.uint8]) -> NDArray[np.float32]:
         """Return patches, ordered by token, of pixels (height, width, 3)."""

@@ -6,7 +6,7 @@ Source: transformers' `Qwen3VLVisionModel`, with the same names.
 import time
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import mlx.core as mx
 import numpy as np
@@ -19,6 +19,7 @@ from mlx.nn.layers.normalization import LayerNorm
 from gateway.engine.device import evaluate
 from gateway.engine.models.counts import MOST_WIDTH
 from gateway.engine.models.encoder_kernels import attend_by_numpy, gelu_by_numpy
+from gateway.engine.vision.patches import CHANNELS
 
 Grid = tuple[int, int]  # rows and columns of patches
 Angles = tuple[mx.array, mx.array]  # cosines and sines, (patches, half a head)
@@ -40,6 +41,8 @@ _HELD: Final = 8  # a layer's arrays that exist at once: input, projections and 
 @dataclass(frozen=True, slots=True)
 class QwenVision:
     """The settings in `vision_config` of config.json."""
+
+    layers: ClassVar = "blocks."  # begins the names of layers' arrays
 
     depth: int
     hidden_size: int
@@ -73,6 +76,22 @@ class QwenVision:
         if len({*deepstack}) < len(deepstack):
             raise ValueError("deepstack_visual_indexes of vision_config name a layer twice")
         return numbers
+
+    def arrange(self, arrays: Mapping[str, mx.array]) -> dict[str, mx.array]:
+        """Return a tower's arrays with the projection of patches as a matrix."""
+        old, new = "patch_embed.proj.", "patch_embed."
+        products = {name.replace(old, new): each for name, each in arrays.items()}
+        name = "patch_embed.weight"
+        projection = products.get(name)
+        # (hidden, channels, frames, rows, columns), but mlx-vlm has channels last.
+        if projection is not None and projection.ndim == 5:
+            if projection.shape[1] != self.in_channels:
+                projection = projection.transpose(0, 4, 1, 2, 3)
+            products[name] = projection.reshape(len(projection), -1)
+        return products
+
+    def open(self) -> "QwenTower":
+        return QwenTower(self)
 
     @property
     def patch_numbers(self) -> int:
@@ -192,6 +211,25 @@ class QwenTower(Module):
         self.deepstack_merger_list = [_Merger(numbers, is_deep=True) for _ in numbers.deepstack]
         self._light = _Pace(4, 128, MOST_PATCHES)  # in patches
         self._heavy = _Pace(LEAST_SCORES, 1 << 18, MOST_SCORES)  # in scores
+
+    @property
+    def depth(self) -> int:
+        return 1 + len(self.numbers.deepstack)
+
+    def check_fit(self, patches: Any, decoder: Mapping[str, Any]) -> None:
+        """Raises ValueError for image settings or a decoder's config that don't fit."""
+        numbers = self.numbers
+        for name, own, other in (
+            ("patch_size", numbers.patch_size, patches.patch),
+            ("spatial_merge_size", numbers.spatial_merge_size, patches.merge),
+            ("temporal_patch_size", numbers.temporal_patch_size, patches.frames),
+            ("in_channels", numbers.in_channels, CHANNELS),
+            ("out_hidden_size", numbers.out_hidden_size, decoder["hidden_size"]),
+        ):
+            if own != other:
+                raise ValueError(f"{name} of vision_config is {own}, and other parts have {other}")
+        if len(numbers.deepstack) > decoder["num_hidden_layers"]:
+            raise ValueError("deepstack_visual_indexes are more than the decoder's layers")
 
     def compute_on_cpu(self) -> None:
         """Use the functions for float32 on a CPU, where mlx computes exp and tanh slowly."""

@@ -14,9 +14,10 @@ from safetensors.numpy import load_file, save_file
 from gateway.engine.device import Device
 from gateway.engine.models.checkpoint import Checkpoint
 from gateway.engine.models.decoders import Numbers, read_decoder
+from gateway.engine.vision.kinds import Tower
 from gateway.engine.vision.layout import Layout, lay_out
-from gateway.engine.vision.qwen import QwenTower, Work
-from gateway.engine.vision.reading import Row, SeeingDecoder
+from gateway.engine.vision.qwen import Work
+from gateway.engine.vision.reading import QwenDecoder, Row, SeeingDecoder
 from gateway.engine.vision.towers import open_tower
 from tests.golden_vision import IMAGE, Case
 
@@ -35,12 +36,12 @@ def run(steps: Generator[None, None, T]) -> T:
             return result
 
 
-def read_tower(folder: Path, dtype: str | None = None, *, is_packed: bool = False) -> QwenTower:
+def read_tower(folder: Path, dtype: str | None = None, *, is_packed: bool = False) -> Any:
     checkpoint = Checkpoint("tiny", folder)
     return run(open_tower(checkpoint, device=Device.CPU, dtype=dtype, is_packed=is_packed))
 
 
-def encode(tower: QwenTower, case: Case) -> list[mx.array]:
+def encode(tower: Tower, case: Case) -> list[mx.array]:
     """Return the features of a case's images."""
     images = zip(case.patches, case.grids, strict=True)
     return [whole(tower.encode(mx.array(each), grid)) for each, grid in images]
@@ -82,7 +83,7 @@ class Opened:
         features = encode(read_tower(folder, dtype), case)
         model = run(read_decoder(checkpoint, device=Device.CPU, numbers=numbers))
         row = Row(layout(case), list(zip(starts(case), features, strict=True)))
-        return cls(case, model, SeeingDecoder(model, checkpoint.config()), row)
+        return cls(case, model, QwenDecoder(model, checkpoint.config()), row)
 
     def read(self, chunk: int = WHOLE, row: Row | None = None) -> tuple[NDArray[Any], list[int]]:
         """Return the prompt's logits, and the tokens that follow it."""

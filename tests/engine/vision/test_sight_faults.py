@@ -62,7 +62,7 @@ def engine(folder: Path, request: pytest.FixtureRequest) -> Iterator[GenerationE
 
 def fail(engine: GenerationEngine, change: Change | None = None, left: int = 1000) -> None:
     sight = sight_of(engine)
-    sight._tower = Failing(sight._tower, change, left)  # type: ignore[assignment]
+    sight._tower = Failing(sight._tower, change, left)
 
 
 JOBS = [
