@@ -23,6 +23,12 @@ _DECLARED: Final = (
         ("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"),
         re.compile(r"^(model\.visual|visual|vision_tower)\."),
     ),
+    Family(
+        "gemma3",
+        ("gemma3",),
+        re.compile(r"^(model\.)?(?=(vision_tower|multi_modal_projector)\.)"),
+    ),
+    Family("gemma4", ("gemma4",), re.compile(r"^(model\.)?(?=(vision_tower|embed_vision)\.)")),
 )
 FAMILIES: Final = {kind: family for family in _DECLARED for kind in family.types}
 PROCESSORS: Final = ("processor_config.json", "preprocessor_config.json")

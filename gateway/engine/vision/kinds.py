@@ -10,9 +10,13 @@ from numpy.typing import NDArray
 
 from gateway.engine.models.checkpoint import Checkpoint
 from gateway.engine.vision.families import FAMILIES, Family
+from gateway.engine.vision.gemma4 import Gemma4Vision
+from gateway.engine.vision.gemma_patches import read_gemma3, read_gemma4
+from gateway.engine.vision.overlay import Gemma3Decoder, Gemma4Decoder
 from gateway.engine.vision.patches import read_qwen
 from gateway.engine.vision.qwen import QwenVision
 from gateway.engine.vision.reading import QwenDecoder, SeeingDecoder
+from gateway.engine.vision.siglip import SiglipVision
 
 
 class Preprocessing(Protocol):
@@ -20,6 +24,10 @@ class Preprocessing(Protocol):
 
     @property
     def resample(self) -> str: ...
+
+    @property
+    def most_tokens(self) -> int:
+        """Return the most tokens of an image."""
 
     def size(self, width: int, height: int, max_tokens: int | None = None) -> tuple[int, int]:
         """Return the width and height to decode an image to."""
@@ -106,6 +114,20 @@ KINDS: Final = {
         read_qwen,
         ("image_token_id", "vision_start_token_id", "vision_end_token_id"),
         QwenDecoder,
+    ),
+    "gemma3": Kind(
+        SiglipVision.read,
+        read_gemma3,
+        ("image_token_index", "boi_token_index", "eoi_token_index"),
+        Gemma3Decoder,
+        "\n\n",
+        "\n\n",
+    ),
+    "gemma4": Kind(
+        Gemma4Vision.read,
+        read_gemma4,
+        ("image_token_id", "boi_token_id", "eoi_token_id"),
+        Gemma4Decoder,
     ),
 }
 

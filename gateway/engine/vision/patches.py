@@ -44,6 +44,10 @@ class QwenPatches:
     scale: float  # multiplies a byte before the mean is subtracted
     resample: str
 
+    @property
+    def most_tokens(self) -> int:
+        return self.most_pixels // (self.patch * self.merge) ** 2
+
     def size(self, width: int, height: int, max_tokens: int | None = None) -> tuple[int, int]:
         """Return the width and height to decode an image to.
 
@@ -103,16 +107,8 @@ def smart_resize(width: int, height: int, block: int, least: int, most: int) -> 
 
 def read_qwen(checkpoint: Checkpoint) -> QwenPatches:
     """Read a Qwen checkpoint's image settings. Raises ModelLoadFailed."""
-    written = checkpoint.read_object("processor_config.json").get("image_processor")
-    if written is None:
-        written = checkpoint.read_object("preprocessor_config.json")
     with checkpoint.blame("its image processor: "):
-        if not written or not isinstance(written, dict):
-            raise ValueError("neither processor_config.json nor preprocessor_config.json has one")
-        for key in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
-            if written.get(key) is False:
-                raise ValueError(f"{key} is false, which is not supported")
-        present = {key: each for key, each in written.items() if each is not None}
+        present = read_processor(checkpoint, "do_normalize")
         given = {**QWEN_DEFAULTS, **present.get("size", {}), **present}
         least = "min_pixels" if "min_pixels" in given else "shortest_edge"
         most = "max_pixels" if "max_pixels" in given else "longest_edge"
@@ -122,11 +118,24 @@ def read_qwen(checkpoint: Checkpoint) -> QwenPatches:
             frames=_count(given, "temporal_patch_size", MOST_SIDE),
             least_pixels=_count(given, least, MOST_PIXELS),
             most_pixels=_count(given, most, MOST_PIXELS),
-            mean=_triple(given, "image_mean"),
-            std=_triple(given, "image_std"),
-            scale=_triple(given, "rescale_factor")[0],
+            mean=read_triple(given, "image_mean"),
+            std=read_triple(given, "image_std"),
+            scale=read_triple(given, "rescale_factor")[0],
             resample=FILTERS[_count(given, "resample", len(FILTERS) - 1, least=0)],
         )
+
+
+def read_processor(checkpoint: Checkpoint, *required: str) -> dict[str, Any]:
+    """Return the written settings of an image processor. Raises ModelLoadFailed and ValueError."""
+    written = checkpoint.read_object("processor_config.json").get("image_processor")
+    if written is None:
+        written = checkpoint.read_object("preprocessor_config.json")
+    if not written or not isinstance(written, dict):
+        raise ValueError("neither processor_config.json nor preprocessor_config.json has one")
+    for key in ("do_resize", "do_rescale", "do_convert_rgb", *required):
+        if written.get(key) is False:
+            raise ValueError(f"{key} is false, which is not supported")
+    return {key: each for key, each in written.items() if each is not None}
 
 
 def _count(given: dict[str, Any], key: str, most: int, least: int = 1) -> int:
@@ -136,7 +145,7 @@ def _count(given: dict[str, Any], key: str, most: int, least: int = 1) -> int:
     return value
 
 
-def _triple(given: dict[str, Any], key: str) -> Triple:
+def read_triple(given: dict[str, Any], key: str) -> Triple:
     value = given[key]
     listed = [float(each) for each in (value if isinstance(value, list | tuple) else [value] * 3)]
     is_divisor = key != "image_mean"
