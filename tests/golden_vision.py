@@ -80,7 +80,9 @@ def reference_logits(case: str) -> Floats:
 def draw_weight(name: str, shape: tuple[int, ...]) -> Floats:
     """Return an array of the size that its part asks for, the same for the same name."""
     values = draw(name, shape)
-    if len(shape) in (4, 5):  # the projection of patches: a convolution of whole patches
+    if (
+        len(shape) == 5 or "patch_conv" in name
+    ):  # the projection of patches: a convolution of whole patches
         values *= math.sqrt(shape[-1] / math.prod(shape[1:]))
     return values
 

@@ -33,6 +33,12 @@ _DECLARED: Final = (
         re.compile(r"^(model\.)?(vision_tower\.(vision_model\.)?|(?=multi_modal_projector\.))"),
         "pixtral",
     ),
+    Family(
+        "gemma3",
+        ("gemma3",),
+        re.compile(r"^(model\.)?(?=(vision_tower|multi_modal_projector)\.)"),
+    ),
+    Family("gemma4", ("gemma4",), re.compile(r"^(model\.)?(?=(vision_tower|embed_vision)\.)")),
 )
 FAMILIES: Final = {kind: family for family in _DECLARED for kind in family.types}
 PROCESSORS: Final = ("processor_config.json", "preprocessor_config.json")

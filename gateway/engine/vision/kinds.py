@@ -11,11 +11,15 @@ from numpy.typing import NDArray
 
 from gateway.engine.models.checkpoint import Checkpoint
 from gateway.engine.vision.families import FAMILIES
+from gateway.engine.vision.gemma4 import Gemma4Vision
+from gateway.engine.vision.gemma_patches import read_gemma3, read_gemma4
+from gateway.engine.vision.overlay import Gemma3Decoder, Gemma4Decoder
 from gateway.engine.vision.patches import PixtralPatches, read_pixtral, read_qwen
 from gateway.engine.vision.pixtral import PixtralVision
 from gateway.engine.vision.qwen import QwenVision
 from gateway.engine.vision.qwen_windows import WindowVision
 from gateway.engine.vision.reading import QwenDecoder, SeeingDecoder
+from gateway.engine.vision.siglip import SiglipVision
 
 
 class Preprocessing(Protocol):
@@ -23,6 +27,10 @@ class Preprocessing(Protocol):
 
     @property
     def resample(self) -> str: ...
+
+    @property
+    def most_tokens(self) -> int:
+        """Return the most tokens of an image."""
 
     def size(self, width: int, height: int, max_tokens: int | None = None) -> tuple[int, int]:
         """Return the width and height to decode an image to."""
@@ -133,6 +141,20 @@ KINDS: Final = {
         ("image_token_index",),
         SeeingDecoder,
         row_ends={"image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"},
+    ),
+    "gemma3": Kind(
+        SiglipVision.read,
+        read_gemma3,
+        ("image_token_index", "boi_token_index", "eoi_token_index"),
+        Gemma3Decoder,
+        "\n\n",
+        "\n\n",
+    ),
+    "gemma4": Kind(
+        Gemma4Vision.read,
+        read_gemma4,
+        ("image_token_id", "boi_token_id", "eoi_token_id"),
+        Gemma4Decoder,
     ),
 }
 

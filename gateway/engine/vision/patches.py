@@ -2,8 +2,6 @@
 
 import math
 from bisect import bisect
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
@@ -84,6 +82,10 @@ class QwenPatches(Patches):
     least_pixels: int
     most_pixels: int
 
+    @property
+    def most_tokens(self) -> int:
+        return self.most_pixels // (self.patch * self.merge) ** 2
+
     def size(self, width: int, height: int, max_tokens: int | None = None) -> tuple[int, int]:
         """Return the width and height to decode an image to.
 
@@ -101,6 +103,10 @@ class PixtralPatches(Patches):
     """The image settings of Pixtral and Mistral 3, where a token ends each row of tokens."""
 
     longest_edge: int  # in pixels
+
+    @property
+    def most_tokens(self) -> int:
+        return self.tokens(*self._fit(self.longest_edge, self.longest_edge, self.longest_edge))
 
     def size(self, width: int, height: int, max_tokens: int | None = None) -> tuple[int, int]:
         """Return the width and height to decode an image to, within `max_tokens`."""
@@ -144,7 +150,8 @@ def smart_resize(width: int, height: int, block: int, least: int, most: int) -> 
 
 def read_qwen(checkpoint: Checkpoint) -> QwenPatches:
     """Read a Qwen checkpoint's image settings. Raises ModelLoadFailed."""
-    with _reading(checkpoint) as present:
+    with checkpoint.blame("its image processor: "):
+        present = read_processor(checkpoint, "do_normalize")
         given = {**QWEN_DEFAULTS, **present.get("size", {}), **present}
         least = "min_pixels" if "min_pixels" in given else "shortest_edge"
         most = "max_pixels" if "max_pixels" in given else "longest_edge"
@@ -161,7 +168,8 @@ def read_qwen(checkpoint: Checkpoint) -> QwenPatches:
 def read_pixtral(checkpoint: Checkpoint) -> PixtralPatches:
     """Read a checkpoint's image settings, of Pixtral's processor. Raises ModelLoadFailed."""
     processor, config = checkpoint.read_object("processor_config.json"), checkpoint.config()
-    with _reading(checkpoint) as present:
+    with checkpoint.blame("its image processor: "):
+        present = read_processor(checkpoint, "do_normalize")
         # The processor's keys count, and its image processor's patch_size does not.
         sizes = {"patch_size": 16, "spatial_merge_size": 1, **config["vision_config"], **config}
         sizes |= {name: processor[name] for name in _PIXTRAL_SIZES & processor.keys()}
@@ -177,26 +185,24 @@ def read_pixtral(checkpoint: Checkpoint) -> PixtralPatches:
         )
 
 
-@contextmanager
-def _reading(checkpoint: Checkpoint) -> Iterator[dict[str, Any]]:
-    """Give the image processor's settings. Raises ModelLoadFailed for an error inside."""
+def read_processor(checkpoint: Checkpoint, *required: str) -> dict[str, Any]:
+    """Return the written settings of an image processor. Raises ModelLoadFailed and ValueError."""
     written = checkpoint.read_object("processor_config.json").get("image_processor")
     if written is None:
         written = checkpoint.read_object("preprocessor_config.json")
-    with checkpoint.blame("its image processor: "):
-        if not written or not isinstance(written, dict):
-            raise ValueError("neither processor_config.json nor preprocessor_config.json has one")
-        for key in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
-            if written.get(key) is False:
-                raise ValueError(f"{key} is false, which is not supported")
-        yield {key: each for key, each in written.items() if each is not None}
+    if not written or not isinstance(written, dict):
+        raise ValueError("neither processor_config.json nor preprocessor_config.json has one")
+    for key in ("do_resize", "do_rescale", "do_convert_rgb", *required):
+        if written.get(key) is False:
+            raise ValueError(f"{key} is false, which is not supported")
+    return {key: each for key, each in written.items() if each is not None}
 
 
 def _levels(given: dict[str, Any]) -> dict[str, Any]:
     return {
-        "mean": _triple(given, "image_mean"),
-        "std": _triple(given, "image_std"),
-        "scale": _triple(given, "rescale_factor")[0],
+        "mean": read_triple(given, "image_mean"),
+        "std": read_triple(given, "image_std"),
+        "scale": read_triple(given, "rescale_factor")[0],
         "resample": FILTERS[_count(given, "resample", len(FILTERS) - 1, least=0)],
     }
 
@@ -208,7 +214,7 @@ def _count(given: dict[str, Any], key: str, most: int, least: int = 1) -> int:
     return value
 
 
-def _triple(given: dict[str, Any], key: str) -> Triple:
+def read_triple(given: dict[str, Any], key: str) -> Triple:
     value = given[key]
     listed = [float(each) for each in (value if isinstance(value, list | tuple) else [value] * 3)]
     is_divisor = key != "image_mean"

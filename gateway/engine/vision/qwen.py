@@ -4,7 +4,7 @@ Source: transformers' `Qwen3VLVisionModel`, with the same names.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Final
 
 import mlx.core as mx
@@ -56,7 +56,7 @@ class QwenVision:
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> "QwenVision":
         """Read the settings. Raises KeyError, TypeError and ValueError."""
-        names = cls.__dataclass_fields__.keys() & config.keys()
+        names = {each.name for each in fields(cls)} & config.keys()
         deepstack = tuple(map(int, config.get("deepstack_visual_indexes") or ()))
         numbers = cls(**{name: int(config[name]) for name in names}, deepstack=deepstack)
         side = round(numbers.num_position_embeddings**0.5)

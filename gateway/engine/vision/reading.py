@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import mlx.core as mx
 import numpy as np
@@ -32,8 +32,14 @@ class Row:
                 yield slice(begin - start, end - start), features[begin - first : end - first]
 
 
+# Places among a pass's tokens, and the features to read there.
+Parts: TypeAlias = Sequence[tuple[slice, mx.array]]
+
+
 class SeeingDecoder:
     """A model that reads images in place of tokens, with its weights shared."""
+
+    keeps_whole = False  # True if an image's tokens see one another, so one pass reads them all
 
     def __init__(self, model: Any, config: dict[str, Any]) -> None:
         """Raises ValueError for an unsupported decoder."""
@@ -52,14 +58,24 @@ class SeeingDecoder:
         deep: list[mx.array] = []
         for i, pieces in enumerate(parts):
             for place, features in pieces:
-                features = features.astype(embeddings.dtype)
+                features = self.fit(features, embeddings.dtype)
                 embeddings[i, place] = features[:, 0]
                 if not deep:
                     deep = [mx.zeros_like(embeddings) for _ in range(features.shape[1] - 1)]
                 for number, layer in enumerate(deep, 1):
                     layer[i, place] = features[:, number]
-        with self.seeing(rows, starts, width), _adding(self._inner.layers[: len(deep)], deep):
-            return self._call(tokens, input_embeddings=embeddings, **options)
+        cache = options.get("cache") or ()
+        seeing = self.seeing(rows, parts, starts, width, cache)
+        with seeing, _adding(self._inner.layers[: len(deep)], deep):
+            return self._call(self.ids(tokens, parts), input_embeddings=embeddings, **options)
+
+    def fit(self, features: mx.array, dtype: mx.Dtype) -> mx.array:
+        """Return features in place of embeddings."""
+        return features.astype(dtype)
+
+    def ids(self, tokens: mx.array, parts: Sequence[Parts]) -> mx.array:
+        """Return the tokens that a pass is given besides its embeddings."""
+        return tokens
 
     def lay_out(self, tokens: int, images: Iterable[tuple[int, tuple[int, int]]]) -> Layout:
         """Return a prompt's layout, for pairs of an image's first token and (rows, columns)."""
@@ -83,7 +99,14 @@ class SeeingDecoder:
         yield
 
     @contextmanager
-    def seeing(self, rows: Sequence[Row], starts: Sequence[int], width: int) -> Iterator[None]:
+    def seeing(
+        self,
+        rows: Sequence[Row],
+        parts: Sequence[Parts],
+        starts: Sequence[int],
+        width: int,
+        cache: Sequence[Any],
+    ) -> Iterator[None]:
         """Inside the context, build a pass of `width` tokens, with images among them."""
         yield
 
@@ -121,7 +144,14 @@ class QwenDecoder(SeeingDecoder):
             self._positions.place()
 
     @contextmanager
-    def seeing(self, rows: Sequence[Row], starts: Sequence[int], width: int) -> Iterator[None]:
+    def seeing(
+        self,
+        rows: Sequence[Row],
+        parts: Sequence[Parts],
+        starts: Sequence[int],
+        width: int,
+        cache: Sequence[Any],
+    ) -> Iterator[None]:
         points = np.zeros((len(rows), width, 3), np.int32)
         for i, (row, start) in enumerate(zip(rows, starts, strict=True)):
             layout = row.layout

@@ -44,7 +44,8 @@ class Sight:
 
     @property
     def cost(self) -> ImageCost:
-        return ImageCost(self._tower.token_bytes, self._kept.most_bytes)
+        whole = self._preprocessing.most_tokens if self._decoder.keeps_whole else 0
+        return ImageCost(self._tower.token_bytes, self._kept.most_bytes, whole)
 
     @property
     def nbytes(self) -> int:
@@ -55,7 +56,9 @@ class Sight:
             return None
         places = [(each.start, self._preprocessing.places(each.grid)) for each in params.images]
         layout = self._decoder.lay_out(len(params.prompt), places)
-        return Images(params.images, layout, params.cache_salt)
+        spans = [(each.start, each.end) for each in params.images]
+        wholes = spans if self._decoder.keeps_whole else ()
+        return Images(params.images, layout, params.cache_salt, wholes=wholes)
 
     def encode(self, rows: Sequence[tuple[Images | None, int]]) -> Iterator[None]:
         """Encode the images that are not in the KV cache yet, in steps. Raises ValueError."""
