@@ -33,12 +33,12 @@ class WindowVision(QwenVision):
         """Read the settings. Raises KeyError, TypeError and ValueError."""
         numbers = super(WindowVision, cls).read(config)
         assert isinstance(numbers, cls)
-        full = tuple(map(int, config["fullatt_block_indexes"]))
+        full = tuple(map(int, config.get("fullatt_block_indexes") or ()))
         if config.get("hidden_act", "silu") != "silu":
             raise ValueError("hidden_act of vision_config is not silu")
         if numbers.window_size < numbers.patch_size * numbers.spatial_merge_size:
             raise ValueError("window_size of vision_config is smaller than a token")
-        if not {*full} <= {*range(numbers.depth)}:
+        if not full or not {*full} <= {*range(numbers.depth)}:
             raise ValueError("fullatt_block_indexes of vision_config name no layers")
         return replace(numbers, full=full)
 

@@ -7,6 +7,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from mlx.utils import tree_flatten
 
 from benchmarks.loading import load_generation
@@ -14,13 +16,15 @@ from gateway.engine.device import Device
 from gateway.engine.models.checkpoint import Checkpoint
 from gateway.engine.models.decoders import open_decoder
 from gateway.engine.vision import parts
+from gateway.engine.vision.parts import Grid
+from gateway.engine.vision.qwen_windows import order_by_window
 from gateway.engine.vision.reading import Row
 from gateway.engine.vision.towers import open_tower
-from gateway.errors import BadRequest
+from gateway.errors import BadRequest, ModelLoadFailed
 from tests.engine.generation.harness import answers
 from tests.engine.vision.golden import Arrays, Opened, encode, layout, read_tower, rewrite, run
 from tests.engine.vision.harness import CAT, paint, see, write_seeing
-from tests.golden_vision import cases, reference_logits, write_model
+from tests.golden_vision import cases, draw_patches, reference_logits, write_model
 
 CASES = ("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl")
 DENSE = ("qwen3_5", "qwen3_vl", "qwen2_5_vl")
@@ -148,6 +152,72 @@ def test_the_former_layout_of_transformers_gives_the_same(tmp_path: Path) -> Non
     rewrite(tmp_path, formerly)
     logits, _ = Opened.open(tmp_path, cases()["qwen3_vl"]).read()
     assert apart(logits, reference_logits("qwen3_vl")) < CLOSE
+
+
+def test_the_config_of_published_files_gives_the_same(tmp_path: Path) -> None:
+    """Qwen2.5-VL's keys of the text model are not nested, and some have other names."""
+    case = cases()["qwen2_5_vl"]
+    write_model("qwen2_5_vl", tmp_path)
+    text, vision = (dict(case.config[key]) for key in ("text_config", "vision_config"))
+    rope = text.pop("rope_parameters")
+    flat = {**text, **case.config, "model_type": "qwen2_5_vl", "rope_theta": rope["rope_theta"]}
+    flat["rope_scaling"] = {"type": "mrope", "mrope_section": rope["mrope_section"]}
+    flat["vision_config"] = {**vision, "model_type": "qwen2_5_vl", "in_chans": 3}
+    del flat["text_config"], flat["vision_config"]["in_channels"]
+    (tmp_path / "config.json").write_text(json.dumps(flat), "utf-8")
+    logits, tokens = Opened.open(tmp_path, case).read()
+    assert apart(logits, reference_logits("qwen2_5_vl")) < CLOSE
+    assert tokens == case.greedy
+
+
+@pytest.mark.parametrize(
+    ("vision", "reason"),
+    [
+        ({"fullatt_block_indexes": [3]}, "fullatt_block_indexes"),
+        ({"fullatt_block_indexes": None}, "fullatt_block_indexes"),
+        ({"window_size": 4}, "window_size"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+    ],
+)
+def test_settings_of_windows_that_are_not_supported_are_refused(
+    tmp_path: Path, vision: dict[str, Any], reason: str
+) -> None:
+    config = {**cases()["qwen2_5_vl"].config["vision_config"], **vision}
+    write_model("qwen2_5_vl", tmp_path, vision_config=config)
+    with pytest.raises(ModelLoadFailed, match=reason):
+        read_tower(tmp_path)
+
+
+@given(st.tuples(st.integers(1, 20), st.integers(1, 20)), st.integers(1, 9))
+def test_each_token_is_in_the_window_of_its_row_and_column(grid: Grid, side: int) -> None:
+    order, runs = order_by_window(grid, side)
+    assert sorted(order.tolist()) == [*range(grid[0] * grid[1])]
+    assert sum(count for _, count in runs) == len(order)
+    windows, at = [], 0
+    for size, count in runs:
+        windows += [order[at + i : at + i + size] for i in range(0, count, size)]
+        at += count
+    squares = {
+        frozenset(
+            row * grid[1] + column
+            for row in range(top, min(top + side, grid[0]))
+            for column in range(left, min(left + side, grid[1]))
+        )
+        for top in range(0, grid[0], side)
+        for left in range(0, grid[1], side)
+    }
+    assert {frozenset(each.tolist()) for each in windows} == squares
+    assert len(windows) == len(squares)
+
+
+def test_windows_are_encoded_in_steps(tmp_path: Path) -> None:
+    """Other work gets the lane between two windows' parts."""
+    tower = read_tower(write_model("qwen2_5_vl", tmp_path))
+    tower._heavy = parts.Pace(1, 1, 1)
+    patches = mx.array(draw_patches(cases()["qwen2_5_vl"].config["vision_config"], 16, 24))
+    steps = [*tower.encode(patches, (16, 24))]
+    windows = 16 * 24 // 16
+    assert len(steps) > 2 * windows  # two of the layers attend within windows
 
 
 def pack(folder: Path, name: str, prefix: str) -> None:
