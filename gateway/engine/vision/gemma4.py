@@ -193,7 +193,8 @@ class _Embedder(Module):
     def __call__(self, patches: mx.array, rows: mx.array, columns: mx.array) -> mx.array:
         across, below = self.position_embedding_table
         values = (2 * (patches - 0.5)).astype(across.dtype)
-        return self.input_proj(values) + (across[columns] + below[rows])
+        embedded: mx.array = self.input_proj(values) + (across[columns] + below[rows])
+        return embedded
 
 
 class _Encoder(Module):

@@ -152,7 +152,8 @@ class _Projector(Module):
 
     def __call__(self, x: mx.array) -> mx.array:
         scaled = mx.fast.rms_norm(x, 1.0 + self.mm_soft_emb_norm.weight, self._eps)
-        return scaled @ self.mm_input_projection_weight
+        projected: mx.array = scaled @ self.mm_input_projection_weight
+        return projected
 
 
 class _Scale(Module):

@@ -69,6 +69,12 @@ def paint(request: Mapping[str, Any], key: bytes) -> tuple[str, Any]:
 
 def write_seeing(case: str, folder: Path, **changes: Any) -> Path:
     """Write a golden case's model, with a tokenizer of single bytes and of the model's marks."""
+    write_tokenizer(folder, PREPROCESSING)
+    return write_model(case, folder, **changes)
+
+
+def write_tokenizer(folder: Path, preprocessing: Mapping[str, Any]) -> None:
+    """Write the files of a seeing model besides its config and its weights."""
     folder.mkdir(parents=True)
     vocabulary = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary += [f"unused{number}" for number in range(len(vocabulary), VOCABULARY)]
@@ -83,8 +89,7 @@ def write_seeing(case: str, folder: Path, **changes: Any) -> Path:
     named = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END}
     (folder / "tokenizer_config.json").write_text(json.dumps(named), "utf-8")
     (folder / "chat_template.jinja").write_text(TEMPLATE, "utf-8")
-    (folder / "preprocessor_config.json").write_text(json.dumps(PREPROCESSING), "utf-8")
-    return write_model(case, folder, **changes)
+    (folder / "preprocessor_config.json").write_text(json.dumps(preprocessing), "utf-8")
 
 
 def open_seeing(
