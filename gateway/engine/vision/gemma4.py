@@ -253,7 +253,8 @@ class Gemma4Tower(PartedTower):
         angles = mx.cos(turns), mx.sin(turns)  # (patches, 2, a quarter of a head)
 
         def embed(part: slice) -> mx.array:
-            return self.patch_embedder(patches[part], rows[part], columns[part])
+            embedded: mx.array = self.patch_embedder(patches[part], rows[part], columns[part])
+            return embedded
 
         def pool(part: slice) -> mx.array:
             tokens = x[part].reshape(-1, self._merged, x.shape[-1]).astype(mx.float32)

@@ -55,7 +55,7 @@ class Layer(Protocol):
     ) -> mx.array:
         """Return the layer's output, (patches, hidden), for some queries.
 
-        With `window`, each so many patches attend to one another.
+        With `window`, groups of `window` patches attend to themselves.
         """
 
 
@@ -99,7 +99,7 @@ class PartedTower(Module):
         count: int,
         work: Callable[[slice], mx.array],
         multiple: int | None = None,
-        keys: int | None = None,  # of each patch that attends
+        keys: int | None = None,  # keys that a patch attends to
         axis: int = 0,
     ) -> Work:
         """Do work on parts of `count` patches, without dividing a token, and join the outputs."""

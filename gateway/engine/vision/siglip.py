@@ -197,11 +197,13 @@ class SiglipTower(PartedTower):
 
         def embed(part: slice) -> mx.array:
             places = embeddings.position_embedding(indices[part])
-            return embeddings.patch_embedding(patches[part].astype(self.dtype)) + places
+            embedded: mx.array = embeddings.patch_embedding(patches[part].astype(self.dtype))
+            return embedded + places
 
         def pool(part: slice) -> mx.array:
             tokens = self.post_layernorm(x[part]).reshape(-1, self._merged, x.shape[-1])
-            return self.multi_modal_projector(tokens.mean(axis=1))
+            features: mx.array = self.multi_modal_projector(tokens.mean(axis=1))
+            return features
 
         x = yield from self._in_parts(len(patches), embed)
         for layer in self.encoder.layers:
