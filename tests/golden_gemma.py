@@ -62,7 +62,9 @@ def draw_array(name: str, shape: list[int]) -> NDArray[np.float32]:
     """Return an array of the size that its part asks for, the same for the same name."""
     if not shape:  # a bound of clipped inputs or outputs
         return np.array(-1.5 if name.endswith("min") else 1.5, np.float32)
-    return draw_weight(name, tuple(shape))
+    drawn = draw_weight(name, tuple(shape))
+    # As large as others, tied embeddings would make a model repeat its last token.
+    return drawn * np.float32(0.2) if name.endswith("embed_tokens.weight") else drawn
 
 
 def write_arrays(shapes: dict[str, list[int]], folder: Path) -> None:

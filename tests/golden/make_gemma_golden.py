@@ -205,14 +205,16 @@ def digest(values: Any) -> str:
 
 def make_pixels() -> dict[str, Any]:
     """Return digests of the pixels of pictures, and sizes."""
-    three = Gemma3ImageProcessorPil(**GEMMA3_PROCESSOR)
+    three_settings: dict[str, Any] = {**GEMMA3_PROCESSOR}
+    three = Gemma3ImageProcessorPil(**three_settings)
     found: dict[str, Any] = {"gemma3": {}, "gemma4": {}, "sizes": {}}
     for name in PICTURES:
         picture = Image.open(FOLDER / name).convert("RGB")
         made = three([picture], return_tensors="np")["pixel_values"][0]
         found["gemma3"][name] = digest(made.transpose(1, 2, 0))
         for tokens in (70, 280):
-            four = Gemma4ImageProcessorPil(**{**GEMMA4_PROCESSOR, "max_soft_tokens": tokens})
+            four_settings: dict[str, Any] = {**GEMMA4_PROCESSOR, "max_soft_tokens": tokens}
+            four = Gemma4ImageProcessorPil(**four_settings)
             made = four([picture], return_tensors="np")
             count = int(made["num_soft_tokens_per_image"][0]) * 9
             found["gemma4"][f"{name} {tokens}"] = digest(made["pixel_values"][0][:count])

@@ -3,7 +3,6 @@
 Sources: transformers' `Gemma4VisionModel` and `Gemma4MultimodalEmbedder`, with the same names.
 """
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Final
@@ -30,7 +29,6 @@ from gateway.engine.vision.parts import (
 )
 from gateway.engine.vision.patches import CHANNELS
 
-_PREFIX: Final = re.compile(r"^vision_tower\.|(?<=_proj\.)linear\.")
 _BOUNDS: Final = ("input_min", "input_max", "output_min", "output_max")
 
 
@@ -86,29 +84,31 @@ class Gemma4Vision:
 
     def arrange(self, arrays: Mapping[str, mx.array]) -> dict[str, mx.array]:
         """Return a checkpoint's arrays by the tower's names."""
-        return {_PREFIX.sub("", name): each for name, each in arrays.items()}
+        named = {name.removeprefix("vision_tower."): each for name, each in arrays.items()}
+        if self.use_clipped_linears:
+            return named
+        return {name: each for name, each in named.items() if not name.endswith(_BOUNDS)}
 
     def open(self) -> "Gemma4Tower":
         return Gemma4Tower(self)
 
 
-class _Clipped(Linear):
-    """A linear layer whose inputs and outputs are clipped to bounds in the files."""
+class _Projection(Module):
+    """A linear layer, with inputs and outputs clipped to bounds in the files if there are any."""
 
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__(inputs, outputs, bias=False)
-        for name in _BOUNDS:
+    def __init__(self, numbers: Gemma4Vision, inputs: int, outputs: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.linear = Linear(inputs, outputs, bias=False)
+        self._is_clipped = numbers.use_clipped_linears
+        for name in _BOUNDS if self._is_clipped else ():
             setattr(self, name, mx.array(0.0))
 
     def __call__(self, x: mx.array) -> mx.array:
-        x = super().__call__(mx.clip(x, self.input_min, self.input_max))
-        return mx.clip(x, self.output_min, self.output_max)
-
-
-def _linear(numbers: Gemma4Vision, inputs: int, outputs: int) -> Linear:
-    if numbers.use_clipped_linears:
-        return _Clipped(inputs, outputs)
-    return Linear(inputs, outputs, bias=False)
+        if not self._is_clipped:
+            output: mx.array = self.linear(x)
+            return output
+        output = self.linear(mx.clip(x, self.input_min, self.input_max))
+        return mx.clip(output, self.output_min, self.output_max)
 
 
 class _Attention(Module):
@@ -117,8 +117,10 @@ class _Attention(Module):
         self._heads, self._eps = numbers.num_attention_heads, numbers.eps
         self.kernel: Kernel = attend
         size, width = numbers.hidden_size, self._heads * numbers.head_dim
-        self.q_proj, self.k_proj, self.v_proj = (_linear(numbers, size, width) for _ in range(3))
-        self.o_proj = _linear(numbers, width, size)
+        self.q_proj, self.k_proj, self.v_proj = (
+            _Projection(numbers, size, width) for _ in range(3)
+        )
+        self.o_proj = _Projection(numbers, width, size)
         self.q_norm = RMSNorm(numbers.head_dim, eps=numbers.eps)
         self.k_norm = RMSNorm(numbers.head_dim, eps=numbers.eps)
 
@@ -156,8 +158,8 @@ class _Mlp(Module):
         super().__init__()  # type: ignore[no-untyped-call]
         size, inner = numbers.hidden_size, numbers.intermediate_size
         self.activation: Callable[[mx.array], mx.array] = gelu_approx
-        self.gate_proj, self.up_proj = (_linear(numbers, size, inner) for _ in range(2))
-        self.down_proj = _linear(numbers, inner, size)
+        self.gate_proj, self.up_proj = (_Projection(numbers, size, inner) for _ in range(2))
+        self.down_proj = _Projection(numbers, inner, size)
 
     def __call__(self, x: mx.array) -> mx.array:
         output: mx.array = self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
@@ -180,7 +182,10 @@ class _Layer(Module):
         self, x: mx.array, queries: mx.array, keys: mx.array, values: mx.array, window: int | None
     ) -> mx.array:
         x = x + self.post_attention_layernorm(self.self_attn.attend(queries, keys, values))
-        return x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
+        found: mx.array = x + self.post_feedforward_layernorm(
+            self.mlp(self.pre_feedforward_layernorm(x))
+        )
+        return found
 
 
 class _Embedder(Module):
@@ -193,7 +198,8 @@ class _Embedder(Module):
     def __call__(self, patches: mx.array, rows: mx.array, columns: mx.array) -> mx.array:
         across, below = self.position_embedding_table
         values = (2 * (patches - 0.5)).astype(across.dtype)
-        return self.input_proj(values) + (across[columns] + below[rows])
+        embedded: mx.array = self.input_proj(values) + (across[columns] + below[rows])
+        return embedded
 
 
 class _Encoder(Module):
@@ -202,7 +208,7 @@ class _Encoder(Module):
         self.layers = [_Layer(numbers) for _ in range(numbers.depth)]
 
 
-class _Projection(Module):
+class _Output(Module):
     def __init__(self, numbers: Gemma4Vision) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.embedding_projection = Linear(numbers.hidden_size, numbers.output, bias=False)
@@ -218,7 +224,7 @@ class Gemma4Tower(PartedTower):
         self.numbers = numbers
         self.patch_embedder = _Embedder(numbers)
         self.encoder = _Encoder(numbers)
-        self.embed_vision = _Projection(numbers)
+        self.embed_vision = _Output(numbers)
         if numbers.standardize:
             self.std_bias = mx.zeros((numbers.hidden_size,))
             self.std_scale = mx.zeros((numbers.hidden_size,))
@@ -250,7 +256,8 @@ class Gemma4Tower(PartedTower):
         angles = mx.cos(turns), mx.sin(turns)  # (patches, 2, a quarter of a head)
 
         def embed(part: slice) -> mx.array:
-            return self.patch_embedder(patches[part], rows[part], columns[part])
+            embedded: mx.array = self.patch_embedder(patches[part], rows[part], columns[part])
+            return embedded
 
         def pool(part: slice) -> mx.array:
             tokens = x[part].reshape(-1, self._merged, x.shape[-1]).astype(mx.float32)

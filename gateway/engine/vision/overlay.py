@@ -8,7 +8,6 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from gateway.engine.kv.cache import RaggedKVCache
 from gateway.engine.models.counts import text_config
 from gateway.engine.vision.reading import Parts, Row, SeeingDecoder
 
@@ -97,10 +96,12 @@ def _overlaid(cache: Any, make: Callable[..., Any], blocks: Blocks) -> Callable[
         if mask is None or width == 1:
             return mask
         keys = mask.shape[-1]
-        known = np.full((rows, 1), keys - width)
-        if isinstance(cache, RaggedKVCache):
-            known = np.array(cache.lengths.counts)[:, None]
-        index = np.arange(keys) - known  # (rows, keys): a key's index among the pass's tokens
+        # mlx-lm's caches end with the pass's tokens, and rows of the gateway's begin at place 0.
+        lengths = getattr(cache, "lengths", None)
+        known = np.full(rows, keys - width) if lengths is None else np.array(lengths.counts)
+        index = (
+            np.arange(keys) - known[:, None]
+        )  # (rows, keys): a key's index among the pass's tokens
         inside = (index >= 0) & (index < width)
         of_keys = np.take_along_axis(blocks, np.clip(index, 0, width - 1), 1) * inside
         is_later = index[:, None] > np.arange(width)[:, None]

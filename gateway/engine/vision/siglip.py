@@ -22,7 +22,7 @@ from gateway.engine.vision.parts import HELD, Angles, Grid, Kernel, PartedTower,
 from gateway.engine.vision.patches import CHANNELS
 
 _LAYER: Final = re.compile(r"^vision_tower\.(vision_model\.)?")
-_HEAD: Final = "head."  # a pooling that Gemma 3 never uses
+_UNUSED: Final = ("head.", "embeddings.position_ids")  # Gemma 3 has a pooling of its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +47,9 @@ class SiglipVision:
         vision, tokens = config["vision_config"], config.get("mm_tokens_per_image", 256)
         names = [each.name for each in fields(cls)][:6]
         numbers = {name: int(vision[name]) for name in names}
-        merge = numbers["image_size"] // numbers["patch_size"] // math.isqrt(int(tokens))
-        numbers |= {"merge": merge, "output": int(text_config(config)["hidden_size"])}
+        side = max(1, numbers["patch_size"] * math.isqrt(int(tokens)))
+        numbers["merge"] = numbers["image_size"] // side
+        numbers["output"] = int(text_config(config)["hidden_size"])
         if min(numbers.values()) < 1 or max(numbers.values()) > MOST_WIDTH:
             raise ValueError("a size of vision_config is below 1 or too large")
         if numbers["hidden_size"] % numbers["num_attention_heads"]:
@@ -68,7 +69,7 @@ class SiglipVision:
     def arrange(self, arrays: Mapping[str, mx.array]) -> dict[str, mx.array]:
         """Return a checkpoint's arrays by the tower's names."""
         named = {_LAYER.sub("", name): each for name, each in arrays.items()}
-        named = {name: each for name, each in named.items() if not name.startswith(_HEAD)}
+        named = {name: each for name, each in named.items() if not name.startswith(_UNUSED)}
         name = "embeddings.patch_embedding.weight"
         kernel = named.get(name)
         # (hidden, channels, rows, columns), but mlx-vlm has channels last.
@@ -152,7 +153,8 @@ class _Projector(Module):
 
     def __call__(self, x: mx.array) -> mx.array:
         scaled = mx.fast.rms_norm(x, 1.0 + self.mm_soft_emb_norm.weight, self._eps)
-        return scaled @ self.mm_input_projection_weight
+        projected: mx.array = scaled @ self.mm_input_projection_weight
+        return projected
 
 
 class _Scale(Module):
@@ -195,11 +197,14 @@ class SiglipTower(PartedTower):
 
         def embed(part: slice) -> mx.array:
             places = embeddings.position_embedding(indices[part])
-            return embeddings.patch_embedding(patches[part].astype(self.dtype)) + places
+            embedded: mx.array = embeddings.patch_embedding(patches[part].astype(self.dtype))
+            found: mx.array = embedded + places
+            return found
 
         def pool(part: slice) -> mx.array:
             tokens = self.post_layernorm(x[part]).reshape(-1, self._merged, x.shape[-1])
-            return self.multi_modal_projector(tokens.mean(axis=1))
+            features: mx.array = self.multi_modal_projector(tokens.mean(axis=1))
+            return features
 
         x = yield from self._in_parts(len(patches), embed)
         for layer in self.encoder.layers:

@@ -49,7 +49,9 @@ def open_tower(
         )
     arrays = vision.arrange(arrays)
     quantization = config.get("quantization") or config.get("quantization_config") or {}
-    stated = {family.tower.sub("", name): each for name, each in quantization.items()}
+    stated: Any = vision.arrange(
+        {family.tower.sub("", name): x for name, x in quantization.items()}
+    )
     tower: Any = vision.open()
     if device is Device.CPU and not is_packed:
         arrays = dequantize(checkpoint, arrays, stated)

@@ -77,11 +77,23 @@ def paint(request: Mapping[str, Any], key: bytes) -> tuple[str, Any]:
 
 def write_seeing(case: str, folder: Path, **changes: Any) -> Path:
     """Write a golden case's model, with a tokenizer of single bytes and of the model's marks."""
+    config = cases()[case].config
+    if "projector_hidden_act" in config:
+        write_tokenizer(folder, PIXTRAL, MARKS | PIXTRAL_MARKS)
+        sizes = {"patch_size": 4, "spatial_merge_size": merge_of(config)}
+        (folder / "processor_config.json").write_text(json.dumps(sizes), "utf-8")
+    else:
+        write_tokenizer(folder, PREPROCESSING)
+    return write_model(case, folder, **changes)
+
+
+def write_tokenizer(
+    folder: Path, preprocessing: Mapping[str, Any], marks: Mapping[int, str] = MARKS
+) -> None:
+    """Write the files of a seeing model besides its config and its weights."""
     folder.mkdir(parents=True)
     vocabulary = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary += [f"unused{number}" for number in range(len(vocabulary), VOCABULARY)]
-    is_pixtral = "projector_hidden_act" in cases()[case].config
-    marks = MARKS | PIXTRAL_MARKS if is_pixtral else MARKS
     for token, content in marks.items():
         vocabulary[token] = content
     ids = {content: token for token, content in enumerate(vocabulary)}
@@ -93,12 +105,7 @@ def write_seeing(case: str, folder: Path, **changes: Any) -> Path:
     named = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END}
     (folder / "tokenizer_config.json").write_text(json.dumps(named), "utf-8")
     (folder / "chat_template.jinja").write_text(TEMPLATE, "utf-8")
-    preprocessing = PIXTRAL if is_pixtral else PREPROCESSING
     (folder / "preprocessor_config.json").write_text(json.dumps(preprocessing), "utf-8")
-    if is_pixtral:
-        sizes = {"patch_size": 4, "spatial_merge_size": merge_of(cases()[case].config)}
-        (folder / "processor_config.json").write_text(json.dumps(sizes), "utf-8")
-    return write_model(case, folder, **changes)
 
 
 def open_seeing(
