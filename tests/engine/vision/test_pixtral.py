@@ -198,7 +198,7 @@ def _encoded(engine: Any, params: Any) -> Any:
     return images.features[params.images[0].start]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, "qwen2_5_vl"])
 def test_answers_beside_others_are_those_alone(tmp_path: Path, name: str) -> None:
     folder = write_seeing(name, tmp_path / "model")
     jobs = [see("What is @?", CAT), see("Hello"), see("@ or @?", DOG, CAT), see("What is @?", DOG)]
