@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -15,13 +16,22 @@ class Family:
     types: tuple[str, ...]  # values of model_type in config.json
     # The prefix, left out, of a tower's arrays in transformers' two layouts and mlx-vlm's.
     tower: re.Pattern[str]
+    vision_type: str | None = None  # vision_config's model_type, if others are not supported
 
 
+_QWEN_TOWER: Final = re.compile(r"^(model\.visual|visual|vision_tower)\.")
 _DECLARED: Final = (
     Family(
         "qwen3",
         ("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"),
-        re.compile(r"^(model\.visual|visual|vision_tower)\."),
+        _QWEN_TOWER,
+    ),
+    Family("qwen2_5", ("qwen2_5_vl",), _QWEN_TOWER),
+    Family(
+        "mistral",
+        ("mistral3", "llava", "pixtral"),
+        re.compile(r"^(model\.)?(vision_tower\.(vision_model\.)?|(?=multi_modal_projector\.))"),
+        "pixtral",
     ),
     Family(
         "gemma3",
@@ -41,7 +51,7 @@ def reads_images(folder: Path) -> bool:
     Raises OSError and ValueError.
     """
     config = _object((folder / "config.json").read_bytes())
-    family = FAMILIES.get(str(config.get("model_type")))
+    family = family_of(config)
     if family is None or "vision_config" not in config:
         return False
     if not any((folder / name).is_file() for name in PROCESSORS):
@@ -54,6 +64,16 @@ def reads_images(folder: Path) -> bool:
             length = int.from_bytes(content.read(8), "little")
             names = _object(content.read(min(length, _HEADER_BYTES)))
     return any(map(family.tower.match, names))
+
+
+def family_of(config: Mapping[str, Any]) -> Family | None:
+    """Return a config's family, or None if its images are not supported."""
+    family = FAMILIES.get(str(config.get("model_type")))
+    if family is not None and family.vision_type is not None:
+        vision = config.get("vision_config")
+        if not isinstance(vision, dict) or vision.get("model_type") != family.vision_type:
+            return None
+    return family
 
 
 def _object(content: bytes) -> dict[str, Any]:

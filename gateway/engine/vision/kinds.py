@@ -1,20 +1,23 @@
 """The declaration of each family: its tower, its images, their marks, and how they are read."""
 
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar, Final, Protocol, cast
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, ClassVar, Final, Protocol
 
 import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
 from gateway.engine.models.checkpoint import Checkpoint
-from gateway.engine.vision.families import FAMILIES, Family
+from gateway.engine.vision.families import FAMILIES
 from gateway.engine.vision.gemma4 import Gemma4Vision
 from gateway.engine.vision.gemma_patches import read_gemma3, read_gemma4
 from gateway.engine.vision.overlay import Gemma3Decoder, Gemma4Decoder
-from gateway.engine.vision.patches import read_qwen
+from gateway.engine.vision.patches import PixtralPatches, read_pixtral, read_qwen
+from gateway.engine.vision.pixtral import PixtralVision
 from gateway.engine.vision.qwen import QwenVision
+from gateway.engine.vision.qwen_windows import WindowVision
 from gateway.engine.vision.reading import QwenDecoder, SeeingDecoder
 from gateway.engine.vision.siglip import SiglipVision
 
@@ -94,6 +97,7 @@ class Marks:
     end: tuple[int, ...] = ()
     before: str = ""  # joins the text before `start`
     after: str = ""
+    row_ends: tuple[int, ...] = ()  # the token that ends a row, and the one that ends the last
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,10 +106,20 @@ class Kind:
 
     read_vision: Callable[[Mapping[str, Any]], Vision]  # KeyError, TypeError and ValueError
     read_images: Callable[[Checkpoint], Preprocessing]  # raises ModelLoadFailed
-    marks: tuple[str, str, str]  # config.json's keys of an image's token, and those around it
+    # config.json's keys of an image's token, and of those around it.
+    marks: tuple[str, str, str] | tuple[str]
     decoder: Callable[[Any, dict[str, Any]], SeeingDecoder]
     before: str = ""  # text before an image's marks
     after: str = ""
+    # The tokens that end a row of an image and the image, by their keys in processor_config.json.
+    row_ends: Mapping[str, str] = field(default_factory=dict)
+
+
+def _read_pixtral(checkpoint: Checkpoint) -> PixtralPatches:
+    """Read image settings. Raises ModelLoadFailed, also for an unsupported tower."""
+    with checkpoint.reading_config():
+        PixtralVision.read(checkpoint.config())  # without images, the model reads text
+    return read_pixtral(checkpoint)
 
 
 KINDS: Final = {
@@ -114,6 +128,19 @@ KINDS: Final = {
         read_qwen,
         ("image_token_id", "vision_start_token_id", "vision_end_token_id"),
         QwenDecoder,
+    ),
+    "qwen2_5": Kind(
+        lambda config: WindowVision.read(config["vision_config"]),
+        read_qwen,
+        ("image_token_id", "vision_start_token_id", "vision_end_token_id"),
+        partial(QwenDecoder, is_interleaved=False),
+    ),
+    "mistral": Kind(
+        PixtralVision.read,
+        _read_pixtral,
+        ("image_token_index",),
+        SeeingDecoder,
+        row_ends={"image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"},
     ),
     "gemma3": Kind(
         SiglipVision.read,
@@ -132,19 +159,26 @@ KINDS: Final = {
 }
 
 
-def family_of(config: Mapping[str, Any]) -> Family | None:
-    return FAMILIES.get(str(config.get("model_type")))
-
-
 def kind_of(config: Mapping[str, Any]) -> Kind:
     """Return a supported family's declaration. Raises KeyError."""
     return KINDS[FAMILIES[config["model_type"]].name]
 
 
-def read_marks(config: Mapping[str, Any], vocab_size: int) -> Marks | None:
-    """Return a supported family's marks, or None if config.json lacks an id."""
+def read_marks(
+    checkpoint: Checkpoint, vocab_size: int, token_id: Callable[[str], int | None]
+) -> Marks | None:
+    """Return a supported family's marks, or None if the files lack an id.
+
+    `token_id` returns the id of a token of the vocabulary.
+    """
+    config = checkpoint.config()
     kind = kind_of(config)
-    image, start, end = tokens = [cast(Any, config.get(name)) for name in kind.marks]
-    if not all(type(token) is int and 0 <= token < vocab_size for token in tokens):
+    tokens = [config.get(name) for name in kind.marks]
+    processor = checkpoint.read_object("processor_config.json")
+    ends = [token_id(str(processor.get(key, mark))) for key, mark in kind.row_ends.items()]
+    known = [each for each in [*tokens, *ends] if type(each) is int and 0 <= each < vocab_size]
+    if len(known) < len(tokens) + len(ends):
         return None
-    return Marks(image, (start,), (end,), kind.before, kind.after)
+    image, *around = known[: len(tokens)]
+    row_ends = tuple(known[len(tokens) :])
+    return Marks(image, (*around[:1],), (*around[1:],), kind.before, kind.after, row_ends)

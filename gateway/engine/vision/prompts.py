@@ -111,6 +111,7 @@ def read_image_format(
     sandbox: Sandbox,
     vocab_size: int,
     max_context: int,
+    token_id: Callable[[str], int | None],
     note: Callable[[str], None],
     secret: bytes | None = None,
 ) -> ImageFormat | None:
@@ -121,7 +122,7 @@ def read_image_format(
         return None
     config = checkpoint.config()
     try:
-        marks = read_marks(config, vocab_size)
+        marks = read_marks(checkpoint, vocab_size, token_id)
         if marks is None:
             raise checkpoint.failed("config.json has no ids of the tokens around images")
         patches = kind_of(config).read_images(checkpoint)

@@ -86,6 +86,13 @@ class SeeingDecoder:
         embeddings: mx.array = self._inner.embed_tokens(mx.array([*tokens]))
         return embeddings
 
+    def end_rows(self, features: mx.array, rows: int, between: int, last: int) -> mx.array:
+        """Return an image's features with the embedding of a token after each row of them."""
+        ends = self.embed([*[between] * (rows - 1), last]).astype(features.dtype)
+        in_rows = features.reshape(rows, -1, features.shape[-1])
+        ended = mx.concatenate([in_rows, ends[:, None]], axis=1)
+        return ended.reshape(-1, 1, features.shape[-1])
+
     @contextmanager
     def placed(self, rows: Sequence[Row], starts: Sequence[int]) -> Iterator[None]:
         """Inside the context, build passes of text tokens that begin at the indices `starts`."""
@@ -111,7 +118,7 @@ class SeeingDecoder:
 class QwenDecoder(SeeingDecoder):
     """A decoder of Qwen's, with M-RoPE instead of its rope."""
 
-    def __init__(self, model: Any, config: dict[str, Any]) -> None:
+    def __init__(self, model: Any, config: dict[str, Any], *, is_interleaved: bool = True) -> None:
         """Raises ValueError for an unsupported kind of rope."""
         super().__init__(model, config)
         self._positions = Positions()
@@ -120,7 +127,9 @@ class QwenDecoder(SeeingDecoder):
         for layer in model.layers:
             if hasattr(layer, "self_attn"):
                 attention = layer.self_attn
-                attention.rope = Rotation(attention.rope, sections, self._positions)
+                attention.rope = Rotation(
+                    attention.rope, sections, self._positions, is_interleaved=is_interleaved
+                )
 
     def lay_out(self, tokens: int, images: Iterable[tuple[int, tuple[int, int]]]) -> Layout:
         return lay_out(tokens, images)

@@ -11,7 +11,7 @@ from gateway.engine.device import evaluate
 from gateway.engine.models.counts import text_config
 from gateway.engine.models.decoders import parameters
 from gateway.engine.vision.features import Images, Recent, SeenSequence
-from gateway.engine.vision.kinds import Preprocessing, Tower, kind_of
+from gateway.engine.vision.kinds import Marks, Preprocessing, Tower, kind_of
 from gateway.engine.vision.reading import Row, SeeingDecoder
 from gateway.jobs.images import FIRST_IMAGE_ID, ImageSpan
 from gateway.jobs.steps import ImageCost, SequenceParams
@@ -29,15 +29,15 @@ class Sight:
         tower: Tower,
         config: dict[str, Any],
         preprocessing: Preprocessing,
+        marks: Marks,
         most_bytes: int = FEATURE_BYTES,
     ) -> None:
         """Raises ValueError for a model that cannot read images, or for parts that don't fit."""
         tower.check_fit(preprocessing, text_config(config))
-        kind = kind_of(config)
-        self._decoder = kind.decoder(model, config)
+        self._decoder = kind_of(config).decoder(model, config)
         self._tower = tower
         self._preprocessing = preprocessing
-        self._image_token = config[kind.marks[0]]
+        self._image_token, self._row_ends = marks.image, marks.row_ends
         self._kept: Recent[tuple[str, bytes], mx.array] = Recent(most_bytes, _count_bytes)
         self.encoded = 0  # images that the tower encoded
         self.recalled = 0  # images whose features were cached
@@ -80,6 +80,9 @@ class Sight:
         rgb = np.frombuffer(span.pixels, np.uint8).reshape(rows, columns, 3)
         patches = mx.array(self._preprocessing.to_patches(rgb))
         features = yield from self._tower.encode(patches, span.grid)
+        if self._row_ends:
+            rows, _ = self._preprocessing.places(span.grid)
+            features = self._decoder.end_rows(features, rows, *self._row_ends)
         evaluate(features)
         if not mx.all(mx.isfinite(features)).item():
             raise ValueError("the features of an image are not finite")

@@ -15,7 +15,8 @@ from gateway.engine.models.checkpoint import (
     fit_weights,
     read_in_slices,
 )
-from gateway.engine.vision.kinds import Tower, family_of, kind_of
+from gateway.engine.vision.families import family_of
+from gateway.engine.vision.kinds import Tower, kind_of
 
 
 def tower_tensors(checkpoint: Checkpoint) -> dict[str, Tensor]:

@@ -31,7 +31,7 @@ from tests.golden_vision import END, IMAGE, START
 
 # The numbers of Qwen3-VL's preprocessor_config.json.
 PATCHES = QwenPatches(
-    16, 2, 2, 256 * 256, 4096 * 4096, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5), 1 / 255, "bicubic"
+    16, 2, 2, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5), 1 / 255, "bicubic", 256 * 256, 4096 * 4096
 )
 SMALL = replace(PATCHES, patch=4, least_pixels=64, most_pixels=4096)
 FORMAT = ImageFormat(SMALL, Marks(IMAGE, (START,), (END,)), paint, 4096)

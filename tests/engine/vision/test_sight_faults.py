@@ -10,7 +10,7 @@ import pytest
 
 from gateway.engine.device import DeviceBounds
 from gateway.engine.generation.engine import GenerationEngine
-from gateway.engine.vision.qwen import Grid, Work
+from gateway.engine.vision.parts import Grid, Work
 from tests.engine.generation.harness import PLENTY, Passing, Rows, answers, exchange, ids, spoil
 from tests.engine.vision.harness import (
     CAT,
