@@ -144,7 +144,7 @@ BUDGET: dict[str, int] = {
     "cli": 1536,
     "clock": 42,
     "doctor": 517,
-    "engine": 16316,
+    "engine": 16292,
     "errors": 268,
     "ids": 6,
     "jobs": 347,

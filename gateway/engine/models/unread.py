@@ -123,7 +123,7 @@ def list_dropped(found: Mapping[str, mx.array], model: Any, text: Mapping[str, A
         return []
     inner = getattr(model, "language_model", model)
     # mlx-lm's Gemma 3 takes the head of tied embeddings away, and fails if it is gone already.
-    is_tied = "lm_head" not in inner and getattr(inner, "tie_word_embeddings", False)
+    is_tied = isinstance(inner, dict) and "lm_head" not in inner
     if is_tied:
         inner["lm_head"] = None
     kept = model.sanitize(dict(found))

@@ -13,8 +13,8 @@ qwen_windows   the tower of Qwen2.5-VL
 pixtral        the tower of Pixtral, Mistral 3 and Ministral 3
 siglip         the tower of Gemma 3
 gemma4         the tower of Gemma 4
-parts          the work of a tower in parts
-gemma_patches  pixels → patches of Gemma's, and the sizes of images
+parts          a tower's work in parts
+gemma_patches  the sizes of Gemma's images
 prompts        a job's images → spans of its prompt
 patches        pixels → patches, and the sizes of images
 pictures       an image file → its size or pixels, in the sandbox

@@ -182,10 +182,9 @@ class _Layer(Module):
         self, x: mx.array, queries: mx.array, keys: mx.array, values: mx.array, window: int | None
     ) -> mx.array:
         x = x + self.post_attention_layernorm(self.self_attn.attend(queries, keys, values))
-        found: mx.array = x + self.post_feedforward_layernorm(
-            self.mlp(self.pre_feedforward_layernorm(x))
-        )
-        return found
+        output = self.mlp(self.pre_feedforward_layernorm(x))
+        added: mx.array = self.post_feedforward_layernorm(output)
+        return x + added
 
 
 class _Embedder(Module):
@@ -197,7 +196,8 @@ class _Embedder(Module):
 
     def __call__(self, patches: mx.array, rows: mx.array, columns: mx.array) -> mx.array:
         across, below = self.position_embedding_table
-        values = (2 * (patches - 0.5)).astype(across.dtype)
+        in_pixels = patches.reshape(len(patches), CHANNELS, -1).swapaxes(1, 2)
+        values = (2 * (in_pixels - 0.5)).astype(across.dtype).reshape(len(patches), -1)
         embedded: mx.array = self.input_proj(values) + (across[columns] + below[rows])
         return embedded
 

@@ -1,14 +1,11 @@
-"""The patches of Gemma 3 and 4, with the same numbers as transformers' PIL processors."""
+"""The sizes of Gemma's images, as in transformers' PIL processors."""
 
 import math
 from dataclasses import dataclass
 from typing import Any, Final
 
-import numpy as np
-from numpy.typing import NDArray
-
 from gateway.engine.models.checkpoint import Checkpoint
-from gateway.engine.vision.patches import FILTERS, MOST_SIDE, Triple, read_processor, read_triple
+from gateway.engine.vision.patches import FILTERS, MOST_SIDE, Patches, read_processor, read_triple
 
 SOFT_TOKENS: Final = (70, 140, 280, 560, 1120)  # the most tokens of an image of Gemma 4
 _RAISED: Final = 2048  # above this limit, images of Gemma 4 may have the most tokens of all
@@ -32,17 +29,11 @@ GEMMA4_DEFAULTS: Final[dict[str, Any]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class GemmaPatches:
+class GemmaPatches(Patches):
     """The image settings of Gemma 3, with a fixed size, or of Gemma 4."""
 
-    patch: int  # pixels per side
-    merge: int  # patches per side of a token
     side: int | None  # pixels per side of every image, or None
     usual_tokens: int  # the most tokens of an image, if no caller asks for more
-    mean: Triple
-    std: Triple
-    scale: float
-    resample: str
 
     @property
     def most_tokens(self) -> int:
@@ -64,33 +55,6 @@ class GemmaPatches:
         elif wide == 0:
             high, wide = min(height // width, most), 1
         return wide * block, high * block
-
-    def grid(self, width: int, height: int) -> tuple[int, int]:
-        """Return the rows and columns of patches."""
-        return height // self.patch, width // self.patch
-
-    def tokens(self, width: int, height: int) -> int:
-        return math.prod(self.places(self.grid(width, height)))
-
-    def pixels(self, grid: tuple[int, int]) -> tuple[int, int]:
-        """Return the rows and columns of pixels."""
-        return grid[0] * self.patch, grid[1] * self.patch
-
-    def places(self, grid: tuple[int, int]) -> tuple[int, int]:
-        """Return the rows and columns of tokens."""
-        return grid[0] // self.merge, grid[1] // self.merge
-
-    def to_patches(self, rgb: NDArray[np.uint8]) -> NDArray[np.float32]:
-        """Return patches, (patches, rows × columns × 3), ordered by token."""
-        rows, columns = self.grid(rgb.shape[1], rgb.shape[0])
-        merge, patch = self.merge, self.patch
-        split = rgb.reshape(rows // merge, merge, patch, columns // merge, merge, patch, 3)
-        ordered = split.transpose(0, 3, 1, 4, 2, 5, 6).reshape(rows * columns, -1, 3)
-        levels = (np.arange(256, dtype=np.float64) * self.scale).astype(np.float32)
-        mean, std = np.array(self.mean, np.float32), np.array(self.std, np.float32)
-        values = (levels[:, None] - mean) / std  # (level, channel)
-        patches = np.stack([values[ordered[..., i], i] for i in range(3)], -1)
-        return patches.reshape(rows * columns, -1)
 
 
 def read_gemma3(checkpoint: Checkpoint) -> GemmaPatches:
@@ -130,7 +94,7 @@ def _make(
         raise ValueError("size is no number of pixels")
     if given["resample"] not in range(len(FILTERS)):
         raise ValueError("resample is no filter of Pillow's")
-    triples = (read_triple(given, name) for name in ("image_mean", "image_std"))
-    mean, std = triples
+    mean, std = (read_triple(given, name) for name in ("image_mean", "image_std"))
     scale = float(given["rescale_factor"])
-    return GemmaPatches(patch, merge, side, tokens, mean, std, scale, FILTERS[given["resample"]])
+    resample = FILTERS[given["resample"]]
+    return GemmaPatches(patch, merge, 1, mean, std, scale, resample, side, tokens)

@@ -74,8 +74,8 @@ class SiglipVision:
         kernel = named.get(name)
         # (hidden, channels, rows, columns), but mlx-vlm has channels last.
         if kernel is not None and kernel.ndim == 4:
-            if kernel.shape[1] == CHANNELS and kernel.shape[-1] == self.patch_size:
-                kernel = kernel.transpose(0, 2, 3, 1)
+            if kernel.shape[1] != CHANNELS or kernel.shape[-1] != self.patch_size:
+                kernel = kernel.transpose(0, 3, 1, 2)
             named[name] = kernel.reshape(len(kernel), -1)
         return named
 
@@ -196,7 +196,7 @@ class SiglipTower(PartedTower):
         embeddings = self.embeddings
 
         def embed(part: slice) -> mx.array:
-            places = embeddings.position_embedding(indices[part])
+            places: mx.array = embeddings.position_embedding(indices[part])
             embedded: mx.array = embeddings.patch_embedding(patches[part].astype(self.dtype))
             found: mx.array = embedded + places
             return found

@@ -77,13 +77,12 @@ def paint(request: Mapping[str, Any], key: bytes) -> tuple[str, Any]:
 
 def write_seeing(case: str, folder: Path, **changes: Any) -> Path:
     """Write a golden case's model, with a tokenizer of single bytes and of the model's marks."""
-    config = cases()[case].config
-    if "projector_hidden_act" in config:
-        write_tokenizer(folder, PIXTRAL, MARKS | PIXTRAL_MARKS)
-        sizes = {"patch_size": 4, "spatial_merge_size": merge_of(config)}
+    is_pixtral = "projector_hidden_act" in cases()[case].config
+    marks = MARKS | PIXTRAL_MARKS if is_pixtral else MARKS
+    write_tokenizer(folder, PIXTRAL if is_pixtral else PREPROCESSING, marks)
+    if is_pixtral:
+        sizes = {"patch_size": 4, "spatial_merge_size": merge_of(cases()[case].config)}
         (folder / "processor_config.json").write_text(json.dumps(sizes), "utf-8")
-    else:
-        write_tokenizer(folder, PREPROCESSING)
     return write_model(case, folder, **changes)
 
 

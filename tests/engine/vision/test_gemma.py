@@ -29,8 +29,8 @@ def patches_of(name: str) -> GemmaPatches:
     half, unit = (0.5, 0.5, 0.5), (1.0, 1.0, 1.0)
     zero = (0.0, 0.0, 0.0)
     if name == "gemma3":
-        return GemmaPatches(4, 2, 32, 16, half, half, 1 / 255, "bilinear")
-    return GemmaPatches(4, 2, None, 280, zero, unit, 1 / 255, "bicubic")
+        return GemmaPatches(4, 2, 1, half, half, 1 / 255, "bilinear", 32, 16)
+    return GemmaPatches(4, 2, 1, zero, unit, 1 / 255, "bicubic", None, 280)
 
 
 class Opened:

@@ -33,8 +33,8 @@ def read_pixels(box: Sandbox, patches: GemmaPatches, name: str, most: int | None
     found = patches.to_patches(decode(box, data, wide, high, patches.resample, name))
     (rows, columns), merge, side = patches.grid(wide, high), patches.merge, patches.patch
     assert len(found) == rows * columns == patches.tokens(wide, high) * merge**2
-    tokens = found.reshape(rows // merge, columns // merge, merge, merge, side, side, 3)
-    return tokens.transpose(0, 2, 1, 3, 4, 5, 6).reshape(rows, columns, side, side, 3)
+    tokens = found.reshape(rows // merge, columns // merge, merge, merge, 3, side, side)
+    return tokens.transpose(0, 2, 1, 3, 5, 6, 4).reshape(rows, columns, side, side, 3)
 
 
 def digest(values: Any) -> str:

@@ -145,7 +145,7 @@ def test_images_of_another_size_are_refused(tmp_path: Path, name: str) -> None:
     text = cases()[name].config["text_config"]
     fitting = patches_of(name)
     tower.check_fit(fitting, text)
-    other = type(fitting)(8, 1, 64, 16, fitting.mean, fitting.std, 1 / 255, "bicubic")
+    other = type(fitting)(8, 1, 1, fitting.mean, fitting.std, 1 / 255, "bicubic", 64, 16)
     with pytest.raises(ValueError, match="vision_config"):
         tower.check_fit(other, text)
 
