@@ -1,8 +1,8 @@
 """The tiny seeing models of tests/golden/vision: files with weights by seed, and transformers'
 logits for a prompt with two pictures.
 
-cases.json has the config.json of each case, its prompt and the grids of its pictures, and
-logits.npz transformers' answers, with the names and the shapes of the arrays: the numbers
+cases*.json have the config.json of each case, its prompt and the grids of its pictures, and
+logits*.npz transformers' answers, with the names and the shapes of the arrays: the numbers
 themselves are drawn by name.
 """
 
@@ -20,7 +20,7 @@ from safetensors.numpy import save_file
 from tests.golden_decoders import draw
 
 FOLDER: Final = Path(__file__).parent / "golden" / "vision"
-IMAGE, VIDEO, START, END = 300, 301, 302, 303
+IMAGE, VIDEO, START, END, BREAK = 300, 301, 302, 303, 304
 Floats = NDArray[np.float32]
 
 
@@ -41,7 +41,7 @@ class Case:
 
 def draw_patches(vision: dict[str, Any], rows: int, columns: int) -> Floats:
     """Return the patches of a picture that is drawn by its size."""
-    width = 3 * vision["temporal_patch_size"] * vision["patch_size"] ** 2
+    width = 3 * vision.get("temporal_patch_size", 1) * vision["patch_size"] ** 2
     drawn = np.random.RandomState(rows * 100 + columns).standard_normal((rows * columns, width))
     return drawn.astype(np.float32)
 
@@ -49,33 +49,47 @@ def draw_patches(vision: dict[str, Any], rows: int, columns: int) -> Floats:
 @cache
 def cases() -> dict[str, Case]:
     """Return the cases by name."""
-    stored = json.loads((FOLDER / "cases.json").read_text("utf-8"))
     return {
         name: Case(**{**case, "grids": [tuple(grid) for grid in case["grids"]]})
-        for name, case in stored.items()
+        for file in sorted(FOLDER.glob("cases*.json"))
+        for name, case in json.loads(file.read_text("utf-8")).items()
     }
+
+
+def merge_of(config: dict[str, Any]) -> int:
+    """Return the patches per side of a token."""
+    vision: dict[str, Any] = config["vision_config"]
+    return int(vision.get("spatial_merge_size") or config.get("spatial_merge_size", 1))
+
+
+@cache
+def _stored() -> dict[str, Any]:
+    arrays: dict[str, Any] = {}
+    for file in sorted(FOLDER.glob("logits*.npz")):
+        with np.load(file) as stored:
+            arrays |= stored
+    return arrays
 
 
 def reference_logits(case: str) -> Floats:
     """Return transformers' logits of the prompt, (tokens, vocabulary)."""
-    with np.load(FOLDER / "logits.npz") as stored:
-        logits: Floats = stored[case]
+    logits: Floats = _stored()[case]
     return logits
 
 
 def draw_weight(name: str, shape: tuple[int, ...]) -> Floats:
     """Return an array of the size that its part asks for, the same for the same name."""
     values = draw(name, shape)
-    if len(shape) == 5:  # the projection of patches: a convolution of whole patches
+    if (
+        len(shape) == 5 or "patch_conv" in name
+    ):  # the projection of patches: a convolution of whole patches
         values *= math.sqrt(shape[-1] / math.prod(shape[1:]))
     return values
 
 
 def write_model(case: str, folder: Path, **changes: Any) -> Path:
     """Write config.json, with some keys changed, and the weights of a case."""
-    with np.load(FOLDER / "logits.npz") as stored:
-        shapes = json.loads(str(stored[f"{case} shapes"]))
-    write_weights(shapes, folder)
+    write_weights(json.loads(str(_stored()[f"{case} shapes"])), folder)
     config = {**cases()[case].config, **changes}
     (folder / "config.json").write_text(json.dumps(config), "utf-8")
     return folder

@@ -264,6 +264,7 @@ class ModelLoader:
                 chunk_tokens=longest_chunk(limits.prefill_chunk_tokens),
                 max_context=engine.facts.max_context,
                 image_token=images.token,
+                image_chunk=images.whole,
             )
             memory = RowMemory(budget, costs, self._prefixes_of(spec))
             test = SelfTest(

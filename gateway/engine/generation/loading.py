@@ -107,8 +107,9 @@ def read_chat_setup(
     if isinstance(checkpoint, Checkpoint):
         notes += list_notes(config, max_context)
         if image_sandbox is not None:
+            token_id = chat.backend.token_to_id
             images = read_image_format(
-                checkpoint, image_sandbox, vocab_size, limit, notes.append, image_secret
+                checkpoint, image_sandbox, vocab_size, limit, token_id, notes.append, image_secret
             )
     return ChatSetup(
         checkpoint,
@@ -248,7 +249,8 @@ def load_generation_in_steps(
             setup.checkpoint, device=device, dtype=numbers.dtype, is_packed=numbers.is_packed
         )
         with setup.checkpoint.blame("its images: "):
-            sight = Sight(model, tower, setup.checkpoint.config(), setup.images.patches)
+            images = setup.images
+            sight = Sight(model, tower, setup.checkpoint.config(), images.patches, images.marks)
     yield GenerationEngine(
         model,
         replace(setup, notes=notes),

@@ -21,6 +21,7 @@ from gateway.engine.kv.layers import make_batch_caches
 from gateway.engine.kv.prefix_cache import BLOCK, PrefixCache, count_shared
 from gateway.engine.models.decoders import LayerGroups
 from gateway.engine.models.rotations import sharing_rotations
+from gateway.engine.vision.features import Images
 from gateway.engine.vision.sight import Sight
 from gateway.jobs.steps import Pass
 
@@ -32,15 +33,31 @@ REST_SHARE: Final = 4
 OPENING: Final = 16
 
 
-def cut_prompt(start: int, end: int, *branches: int) -> list[int]:
+def cut_prompt(start: int, end: int, *branches: int, images: Images | None = None) -> list[int]:
     """Return the sizes of the pieces in which the tokens from `start` to `end` are read.
 
     States are cached after each piece, so pieces end where another prompt may continue: at the
     `branches`, at the last block end, and at the last block end before the answer's opening.
     """
     stops = {*branches, (end - OPENING) // BLOCK * BLOCK, end // BLOCK * BLOCK}
+    stops = {cut_outside(images, stop) for stop in stops}
     ends = [start, *sorted(stop for stop in stops if start < stop < end), end]
     return [after - before for before, after in pairwise(ends)]
+
+
+def cut_outside(images: Images | None, place: int) -> int:
+    """Return the last block end up to `place` that lies in no image to be read as a whole."""
+    while images is not None and images.cut_around(place)[0] < place:
+        place = images.cut_around(place)[0] // BLOCK * BLOCK
+    return place
+
+
+def size_chunk(images: Images | None, position: int, size: int) -> int:
+    """Return a chunk's size, changed so that no image to be read as a whole is cut."""
+    if images is None:
+        return size
+    before, after = images.cut_around(position + size)
+    return (before if before > position else after) - position
 
 
 def plan_passes(prompts: abc.Sequence[abc.Sequence[int]]) -> list[list[int]]:
@@ -297,7 +314,16 @@ class Prefill:
         """Count the prompt's first tokens that are cached; 0 if its logprobs are requested."""
         if seq.scores_prompt:
             return 0
-        return self._prefixes.count_known(seq.context[:-1], seq.root)
+        return len(self._find_known(seq))
+
+    def _find_known(self, seq: Sequence) -> abc.Sequence[int]:
+        """Return the prompt's first tokens that are cached and may be read on from."""
+        tokens = seq.context[:-1]
+        while True:
+            known = self._prefixes.count_known(tokens, seq.root)
+            tokens = tokens[: cut_outside(seq.images, known)]
+            if len(tokens) == known:
+                return tokens
 
     def _gains_by_waiting(
         self, seq: Sequence, known: int, others: Iterable[tuple[Sequence, int]]
@@ -312,7 +338,7 @@ class Prefill:
         is_whole = seq.is_suspect or seq.scores_prompt
         if is_whole or other.root != seq.root or not self._prefixes.is_on:
             return 0
-        return count_shared(seq.context[:-1], other.context[:-1])
+        return cut_outside(seq.images, count_shared(seq.context[:-1], other.context[:-1]))
 
     def _awaited(self, seq: Sequence, position: int) -> Iterator[int]:
         """Yield the later positions up to which queued sequences wait for this sequence's KV."""
@@ -334,7 +360,8 @@ class Prefill:
         if not self._prefixes.needs_block_ends or seq.scores_prompt:
             return [end - known]
         branch = self._prefixes.count_kept(seq.context[:-1], seq.root)
-        return cut_prompt(known, end, branch, min(self._awaited(seq, known), default=branch))
+        awaited = min(self._awaited(seq, known), default=branch)
+        return cut_prompt(known, end, branch, awaited, images=seq.images)
 
     def _choose_companions(self, first: Sequence, known: int, budget: int) -> list[Sequence]:
         """Return the first sequence and those to read with it, taken out of the queue."""
@@ -371,7 +398,7 @@ class Prefill:
         is_whole = seq.is_suspect or seq.scores_prompt
         seq.cached_tokens, caches = 0, None
         if not is_whole:
-            seq.cached_tokens, caches = self._prefixes.take(seq.context[:-1], seq.root)
+            seq.cached_tokens, caches = self._prefixes.take(self._find_known(seq), seq.root)
         if caches:
             return caches
         if self.is_plain:
@@ -410,7 +437,10 @@ class Prefill:
         if self.is_plain:
             return Alone(model, seqs[0][1])
         ids, caches = [seq.id for seq, _ in seqs], [layers for _, layers in seqs]
-        return PromptProcessingBatch(model, ids, caches, prefill_step_size=max(budget, 1))
+        # mlx-lm would cut a chunk that has grown to an image's end.
+        wholes = [seq.images.wholes for seq, _ in seqs if seq.images is not None]
+        step = max(budget, 1, *(len(seq.context) for seq, _ in seqs if any(wholes)))
+        return PromptProcessingBatch(model, ids, caches, prefill_step_size=step)
 
     def _chunk_size(self, batch: PrefillBatch, budget: int) -> int:
         """Return how many tokens of a single prompt to read now."""
@@ -420,9 +450,9 @@ class Prefill:
         # A scored prompt's chunk must not grow, because its logits have a memory limit.
         if rest - size <= budget // REST_SHARE and not seq.scores_prompt:
             size = rest
-        aligned = (position + size) // BLOCK * BLOCK
+        aligned = cut_outside(seq.images, (position + size) // BLOCK * BLOCK)
         if not self._prefixes.needs_block_ends or aligned <= position:
-            return size
+            return size_chunk(seq.images, position, size)
         stop = position + self._cut(seq, position)[0]
         return min(aligned, stop, *self._awaited(seq, position)) - position
 

@@ -176,6 +176,12 @@ def gelu_by_numpy(x: mx.array) -> mx.array:
     return mx.array(inner)
 
 
+def silu_by_numpy(x: mx.array) -> mx.array:
+    values = np.asarray(x)
+    with np.errstate(over="ignore"):  # a large negative number gives 0
+        return mx.array(values / (1 + np.exp(-values)))
+
+
 def attend_fused(q: mx.array, k: mx.array, v: mx.array, bias: mx.array | None) -> mx.array:
     return mx.fast.scaled_dot_product_attention(q, k, v, scale=1.0, mask=bias)
 

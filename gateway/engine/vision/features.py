@@ -24,6 +24,15 @@ class Images:
     layout: Layout
     salt: str  # callers with another salt share no features, so timing tells them nothing
     features: dict[int, mx.array] = field(default_factory=dict)  # by the first token's index
+    # Pairs of first token and end of the images that one pass must read as a whole.
+    wholes: Sequence[tuple[int, int]] = ()
+
+    def cut_around(self, place: int) -> tuple[int, int]:
+        """Return the nearest places, before and after, where the prompt may be cut."""
+        for start, end in self.wholes:
+            if start < place < end:
+                return start, end
+        return place, place
 
     @property
     def row(self) -> Row:

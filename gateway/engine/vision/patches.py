@@ -1,6 +1,7 @@
 """The patches of pixels that a tower reads, with the same numbers as in transformers."""
 
 import math
+from bisect import bisect
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
@@ -15,6 +16,7 @@ Triple: TypeAlias = tuple[float, float, float]
 FILTERS: Final = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
 MOST_SIDE: Final = 256  # limit of patch_size, merge_size and temporal_patch_size
 MOST_PIXELS: Final = 1 << 28
+MOST_EDGE: Final = 1 << 14
 CHANNELS: Final = 3
 # transformers' defaults.
 QWEN_DEFAULTS: Final = {
@@ -28,40 +30,35 @@ QWEN_DEFAULTS: Final = {
     "rescale_factor": 1 / 255,
     "resample": 3,
 }
+_PIXTRAL_SIZES: Final = frozenset({"patch_size", "spatial_merge_size"})
 
 
 @dataclass(frozen=True, slots=True)
-class QwenPatches:
-    """The image settings of Qwen2-VL and its successors."""
+class Patches:
+    """The image settings of a model."""
 
     patch: int  # pixels per side
     merge: int  # patches per side of a token
-    frames: int  # equal frames in a patch, since towers read videos too
-    least_pixels: int
-    most_pixels: int
+    frames: int  # equal frames in a patch, since some towers read videos too
     mean: Triple  # red, green and blue
     std: Triple
     scale: float  # multiplies a byte before the mean is subtracted
     resample: str
-
-    def size(self, width: int, height: int, max_tokens: int | None = None) -> tuple[int, int]:
-        """Return the width and height to decode an image to.
-
-        Narrow or small images may get a few tokens more than `max_tokens`, as in transformers.
-        """
-        block = self.patch * self.merge
-        most = self.most_pixels
-        if max_tokens is not None:
-            most = min(most, max_tokens * block**2)
-        return smart_resize(width, height, block, min(self.least_pixels, most), most)
 
     def grid(self, width: int, height: int) -> tuple[int, int]:
         """Return the rows and columns of patches."""
         return height // self.patch, width // self.patch
 
     def tokens(self, width: int, height: int) -> int:
-        rows, columns = self.grid(width, height)
-        return rows * columns // self.merge**2
+        return math.prod(self.places(self.grid(width, height)))
+
+    def pixels(self, grid: tuple[int, int]) -> tuple[int, int]:
+        """Return the rows and columns of pixels."""
+        return grid[0] * self.patch, grid[1] * self.patch
+
+    def places(self, grid: tuple[int, int]) -> tuple[int, int]:
+        """Return the rows and columns of tokens."""
+        return grid[0] // self.merge, grid[1] // self.merge
 
     def to_patches(self, rgb: NDArray[np.uint8]) -> NDArray[np.float32]:
         """Return patches, ordered by token, of pixels (height, width, 3)."""
@@ -76,6 +73,63 @@ class QwenPatches:
             mean, std = np.float32(self.mean[channel]), np.float32(self.std[channel])
             patches[:, channel] = ((levels - mean) / std)[ordered[:, channel]]
         return patches.reshape(rows * columns, -1)
+
+
+@dataclass(frozen=True, slots=True)
+class QwenPatches(Patches):
+    """The image settings of Qwen2-VL and its successors."""
+
+    least_pixels: int
+    most_pixels: int
+
+    @property
+    def most_tokens(self) -> int:
+        return self.most_pixels // (self.patch * self.merge) ** 2
+
+    def size(self, width: int, height: int, max_tokens: int | None = None) -> tuple[int, int]:
+        """Return the width and height to decode an image to.
+
+        Narrow or small images may get a few tokens more than `max_tokens`, as in transformers.
+        """
+        block = self.patch * self.merge
+        most = self.most_pixels
+        if max_tokens is not None:
+            most = min(most, max_tokens * block**2)
+        return smart_resize(width, height, block, min(self.least_pixels, most), most)
+
+
+@dataclass(frozen=True, slots=True)
+class PixtralPatches(Patches):
+    """The image settings of Pixtral and Mistral 3, where a token ends each row of tokens."""
+
+    longest_edge: int  # in pixels
+
+    @property
+    def most_tokens(self) -> int:
+        return self.tokens(*self._fit(self.longest_edge, self.longest_edge, self.longest_edge))
+
+    def size(self, width: int, height: int, max_tokens: int | None = None) -> tuple[int, int]:
+        """Return the width and height to decode an image to, within `max_tokens`."""
+        edge = self.longest_edge
+        if max_tokens is not None and self.tokens(*self._fit(width, height, edge)) > max_tokens:
+            # The last edge before those that give too many tokens.
+            edge = bisect(
+                range(1, edge),
+                max_tokens,
+                key=lambda edge: self.tokens(*self._fit(width, height, edge)),
+            )
+        return self._fit(width, height, max(1, edge))
+
+    def places(self, grid: tuple[int, int]) -> tuple[int, int]:
+        return grid[0] // self.merge, grid[1] // self.merge + 1
+
+    def _fit(self, width: int, height: int, edge: int) -> tuple[int, int]:
+        """Return the size of whole tokens of an image that has at most `edge` pixels per side."""
+        block = self.patch * self.merge
+        ratio = max(width / edge, height / edge, 1.0)
+        fitting = (max(1, math.floor(side / ratio)) for side in (width, height))
+        wide, high = (math.ceil(side / block) * block for side in fitting)
+        return wide, high
 
 
 def smart_resize(width: int, height: int, block: int, least: int, most: int) -> tuple[int, int]:
@@ -96,16 +150,8 @@ def smart_resize(width: int, height: int, block: int, least: int, most: int) -> 
 
 def read_qwen(checkpoint: Checkpoint) -> QwenPatches:
     """Read a Qwen checkpoint's image settings. Raises ModelLoadFailed."""
-    written = checkpoint.read_object("processor_config.json").get("image_processor")
-    if written is None:
-        written = checkpoint.read_object("preprocessor_config.json")
     with checkpoint.blame("its image processor: "):
-        if not written or not isinstance(written, dict):
-            raise ValueError("neither processor_config.json nor preprocessor_config.json has one")
-        for key in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
-            if written.get(key) is False:
-                raise ValueError(f"{key} is false, which is not supported")
-        present = {key: each for key, each in written.items() if each is not None}
+        present = read_processor(checkpoint, "do_normalize")
         given = {**QWEN_DEFAULTS, **present.get("size", {}), **present}
         least = "min_pixels" if "min_pixels" in given else "shortest_edge"
         most = "max_pixels" if "max_pixels" in given else "longest_edge"
@@ -115,11 +161,50 @@ def read_qwen(checkpoint: Checkpoint) -> QwenPatches:
             frames=_count(given, "temporal_patch_size", MOST_SIDE),
             least_pixels=_count(given, least, MOST_PIXELS),
             most_pixels=_count(given, most, MOST_PIXELS),
-            mean=_triple(given, "image_mean"),
-            std=_triple(given, "image_std"),
-            scale=_triple(given, "rescale_factor")[0],
-            resample=FILTERS[_count(given, "resample", len(FILTERS) - 1, least=0)],
+            **_levels(given),
         )
+
+
+def read_pixtral(checkpoint: Checkpoint) -> PixtralPatches:
+    """Read a checkpoint's image settings, of Pixtral's processor. Raises ModelLoadFailed."""
+    processor, config = checkpoint.read_object("processor_config.json"), checkpoint.config()
+    with checkpoint.blame("its image processor: "):
+        present = read_processor(checkpoint, "do_normalize")
+        # The processor's keys count, and its image processor's patch_size does not.
+        sizes = {"patch_size": 16, "spatial_merge_size": 1, **config["vision_config"], **config}
+        sizes |= {name: processor[name] for name in _PIXTRAL_SIZES & processor.keys()}
+        given = {**QWEN_DEFAULTS, **present.get("size", {"longest_edge": 1024}), **present}
+        if "longest_edge" not in present.get("size", given):
+            raise ValueError("its size has no longest_edge, and others are not supported")
+        return PixtralPatches(
+            patch=_count(sizes, "patch_size", MOST_SIDE),
+            merge=_count(sizes, "spatial_merge_size", MOST_SIDE),
+            frames=1,
+            longest_edge=_count(given, "longest_edge", MOST_EDGE),
+            **_levels(given),
+        )
+
+
+def read_processor(checkpoint: Checkpoint, *required: str) -> dict[str, Any]:
+    """Return the written settings of an image processor. Raises ModelLoadFailed and ValueError."""
+    written = checkpoint.read_object("processor_config.json").get("image_processor")
+    if written is None:
+        written = checkpoint.read_object("preprocessor_config.json")
+    if not written or not isinstance(written, dict):
+        raise ValueError("neither processor_config.json nor preprocessor_config.json has one")
+    for key in ("do_resize", "do_rescale", "do_convert_rgb", *required):
+        if written.get(key) is False:
+            raise ValueError(f"{key} is false, which is not supported")
+    return {key: each for key, each in written.items() if each is not None}
+
+
+def _levels(given: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "mean": read_triple(given, "image_mean"),
+        "std": read_triple(given, "image_std"),
+        "scale": read_triple(given, "rescale_factor")[0],
+        "resample": FILTERS[_count(given, "resample", len(FILTERS) - 1, least=0)],
+    }
 
 
 def _count(given: dict[str, Any], key: str, most: int, least: int = 1) -> int:
@@ -129,7 +214,7 @@ def _count(given: dict[str, Any], key: str, most: int, least: int = 1) -> int:
     return value
 
 
-def _triple(given: dict[str, Any], key: str) -> Triple:
+def read_triple(given: dict[str, Any], key: str) -> Triple:
     value = given[key]
     listed = [float(each) for each in (value if isinstance(value, list | tuple) else [value] * 3)]
     is_divisor = key != "image_mean"

@@ -5,12 +5,13 @@ import hmac
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, cast
+from math import prod
+from typing import Final
 
 from gateway.engine.models.checkpoint import Checkpoint
 from gateway.engine.sandbox_worker import Sandbox
 from gateway.engine.vision.features import Recent
-from gateway.engine.vision.patches import QwenPatches, read_qwen
+from gateway.engine.vision.kinds import Marks, Preprocessing, kind_of, read_marks
 from gateway.engine.vision.pictures import decode, measure
 from gateway.engine.vision.towers import tower_tensors
 from gateway.errors import BadRequest, ContextLengthExceeded, ModelLoadFailed
@@ -55,9 +56,8 @@ class _Plan:
 class ImageFormat:
     """A model's preparation of images, and their tokens in a prompt."""
 
-    patches: QwenPatches
-    start: int  # the token before an image; `end` is the token after it
-    end: int
+    patches: Preprocessing
+    marks: Marks
     sandbox: Sandbox
     max_context: int
     secret: bytes = _SECRET
@@ -78,7 +78,7 @@ class ImageFormat:
         name = hashlib.sha256(hashlib.sha256(wanted).digest() + image.data).digest()
         found = _DECODED.get(name)
         if found is not None:
-            rows, columns = (each * self.patches.patch for each in found.grid)
+            rows, columns = self.patches.pixels(found.grid)
             return _Plan(name, columns, rows, found)
         sides = measure(self.sandbox, image.data, image.place, salt)
         return _Plan(name, *self.patches.size(*sides, MOST_TOKENS[image.detail]))
@@ -95,15 +95,15 @@ class ImageFormat:
         return decoded
 
     def ids(self, image: Decoded) -> list[int]:
-        """Return an image's ids, which are a repeated id between two marks.
+        """Return an image's ids, which are a repeated id between the marks.
 
         The id depends on the content and on a secret, so nobody can make two images with the same
         id.
         """
-        rows, columns = image.grid
         digest = hmac.digest(self.secret, image.key, "sha256")[:_ID_BYTES]
         own = FIRST_IMAGE_ID + int.from_bytes(digest, "big")
-        return [self.start, *[own] * (rows * columns // self.patches.merge**2), self.end]
+        tokens = prod(self.patches.places(image.grid))
+        return [*self.marks.start, *[own] * tokens, *self.marks.end]
 
 
 def read_image_format(
@@ -111,6 +111,7 @@ def read_image_format(
     sandbox: Sandbox,
     vocab_size: int,
     max_context: int,
+    token_id: Callable[[str], int | None],
     note: Callable[[str], None],
     secret: bytes | None = None,
 ) -> ImageFormat | None:
@@ -121,13 +122,11 @@ def read_image_format(
         return None
     config = checkpoint.config()
     try:
-        names = ("vision_start_token_id", "vision_end_token_id", "image_token_id")
-        start, end, _ = marks = [cast(Any, config.get(name)) for name in names]
-        if not all(type(token) is int and 0 <= token < vocab_size for token in marks):
+        marks = read_marks(checkpoint, vocab_size, token_id)
+        if marks is None:
             raise checkpoint.failed("config.json has no ids of the tokens around images")
-        return ImageFormat(
-            read_qwen(checkpoint), start, end, sandbox, max_context, secret or _SECRET
-        )
+        patches = kind_of(config).read_images(checkpoint)
+        return ImageFormat(patches, marks, sandbox, max_context, secret or _SECRET)
     except ModelLoadFailed as error:
         note(f"It reads no images: {error.message}")
         return None
@@ -152,17 +151,19 @@ def place_images(
                 "there.",
                 param=images[number].place,
             )
-    pixels = formats.read(images, salt)
+    pixels, marks = formats.read(images, salt), formats.marks
     ids: list[int] = []
     spans: list[ImageSpan] = []
-    end = 0
+    end, behind = 0, ""
     for place, number in found:
         image = images[number]
         decoded = pixels[number]
         marked = formats.ids(decoded)
-        ids += encode(text[end:place])
-        first = len(ids) + 1
+        ids += encode(behind + text[end:place] + marks.before)
+        first = len(ids) + len(marks.start)
         ids += marked
-        spans.append(ImageSpan(first, len(ids) - 1, decoded.key, decoded.grid, decoded.pixels))
+        last = len(ids) - len(marks.end)
+        spans.append(ImageSpan(first, last, decoded.key, decoded.grid, decoded.pixels))
         end = place + len(image.word)
-    return [*ids, *encode(text[end:])], spans
+        behind = marks.after
+    return [*ids, *encode(behind + text[end:])], spans

@@ -3,10 +3,9 @@
 Source: transformers' `Qwen3VLVisionModel`, with the same names.
 """
 
-import time
-from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass
-from typing import Any, Final
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Final
 
 import mlx.core as mx
 import numpy as np
@@ -16,30 +15,31 @@ from mlx.nn.layers.embedding import Embedding
 from mlx.nn.layers.linear import Linear
 from mlx.nn.layers.normalization import LayerNorm
 
-from gateway.engine.device import evaluate
 from gateway.engine.models.counts import MOST_WIDTH
 from gateway.engine.models.encoder_kernels import attend_by_numpy, gelu_by_numpy
+from gateway.engine.vision.parts import (
+    HELD,
+    Angles,
+    Grid,
+    Kernel,
+    PartedTower,
+    Work,
+    attend,
+    attend_in,
+    places,
+    rotate,
+)
+from gateway.engine.vision.patches import CHANNELS
 
-Grid = tuple[int, int]  # rows and columns of patches
-Angles = tuple[mx.array, mx.array]  # cosines and sines, (patches, half a head)
-Kernel = Callable[[mx.array, mx.array, mx.array], mx.array]  # queries, keys, values
-Work = Generator[None, None, mx.array]
-
-# A layer's work is divided, so that other work gets the lane in between.
-PART_S: Final = 0.05  # seconds
-MOST_PATCHES: Final = 512  # the most patches of a part
-# Attention scores of a part. Without a fused kernel, they need memory and time.
-LEAST_SCORES: Final = 1 << 14
-MOST_SCORES: Final = 1 << 25
-
-_EPS: Final = 1e-6
+EPS: Final = 1e-6
 _THETA: Final = 10000.0
-_HELD: Final = 8  # a layer's arrays that exist at once: input, projections and output
 
 
 @dataclass(frozen=True, slots=True)
 class QwenVision:
     """The settings in `vision_config` of config.json."""
+
+    layers: ClassVar = "blocks."  # begins the names of layers' arrays
 
     depth: int
     hidden_size: int
@@ -56,7 +56,7 @@ class QwenVision:
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> "QwenVision":
         """Read the settings. Raises KeyError, TypeError and ValueError."""
-        names = cls.__dataclass_fields__.keys() & config.keys()
+        names = {each.name for each in fields(cls)} & config.keys()
         deepstack = tuple(map(int, config.get("deepstack_visual_indexes") or ()))
         numbers = cls(**{name: int(config[name]) for name in names}, deepstack=deepstack)
         side = round(numbers.num_position_embeddings**0.5)
@@ -74,6 +74,22 @@ class QwenVision:
             raise ValueError("deepstack_visual_indexes of vision_config name a layer twice")
         return numbers
 
+    def arrange(self, arrays: Mapping[str, mx.array]) -> dict[str, mx.array]:
+        """Return a tower's arrays with the projection of patches as a matrix."""
+        old, new = "patch_embed.proj.", "patch_embed."
+        products = {name.replace(old, new): each for name, each in arrays.items()}
+        name = "patch_embed.weight"
+        projection = products.get(name)
+        # (hidden, channels, frames, rows, columns), but mlx-vlm has channels last.
+        if projection is not None and projection.ndim == 5:
+            if projection.shape[1] != self.in_channels:
+                projection = projection.transpose(0, 4, 1, 2, 3)
+            products[name] = projection.reshape(len(projection), -1)
+        return products
+
+    def open(self) -> "QwenTower":
+        return QwenTower(self)
+
     @property
     def patch_numbers(self) -> int:
         return self.in_channels * self.temporal_patch_size * self.patch_size**2
@@ -83,52 +99,24 @@ class QwenVision:
         return self.hidden_size * self.spatial_merge_size**2
 
 
-class _Pace:
-    """The size of parts of one kind of work, adapted to the time that parts take."""
-
-    def __init__(self, least: int, first: int, most: int) -> None:
-        self._least, self._most = least, most
-        self._size = first
-
-    def choose(self, cost: int, multiple: int) -> int:
-        return min(MOST_PATCHES, max(1, self._size // cost // multiple) * multiple)
-
-    def note(self, seconds: float) -> None:
-        if seconds > PART_S:
-            self._size = max(self._least, self._size // 2)
-        elif seconds < PART_S / 4:
-            self._size = min(self._most, 2 * self._size)
-
-
-def _attend(queries: mx.array, keys: mx.array, values: mx.array) -> mx.array:
-    attended: mx.array = mx.fast.scaled_dot_product_attention(
-        queries[None], keys[None], values[None], scale=1.0
-    )
-    return attended[0]
-
-
 class _Attention(Module):
     def __init__(self, numbers: QwenVision) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         size = numbers.hidden_size
         self._heads = numbers.num_heads
-        self.kernel: Kernel = _attend
+        self.kernel: Kernel = attend
         self.qkv = Linear(size, 3 * size)
         self.proj = Linear(size, size)
 
     def project(self, x: mx.array, angles: Angles) -> mx.array:
         """Return queries and keys, rotated, and values, (3, heads, patches, size)."""
         projected = self.qkv(x).reshape(len(x), 3, self._heads, -1).transpose(1, 2, 0, 3)
-        first, second = mx.split(projected[:2].astype(mx.float32), 2, axis=-1)
-        cosines, sines = angles
-        halves = [first * cosines - second * sines, second * cosines + first * sines]
-        turned = mx.concatenate(halves, axis=-1).astype(x.dtype)
-        return mx.concatenate([turned, projected[2:]])
+        return rotate(projected, angles)
 
-    def attend(self, queries: mx.array, keys: mx.array, values: mx.array) -> mx.array:
-        """Return (patches, hidden) for some queries, (heads, patches, size)."""
-        attended = self.kernel(queries * queries.shape[-1] ** -0.5, keys, values)
-        output: mx.array = self.proj(attended.transpose(1, 0, 2).reshape(queries.shape[1], -1))
+    def attend(
+        self, queries: mx.array, keys: mx.array, values: mx.array, window: int | None
+    ) -> mx.array:
+        output: mx.array = self.proj(attend_in(self.kernel, queries, keys, values, window))
         return output
 
 
@@ -144,20 +132,25 @@ class _Mlp(Module):
         return output
 
 
-class _Block(Module):
-    def __init__(self, numbers: QwenVision) -> None:
+class Block(Module):
+    """A layer of the tower."""
+
+    def __init__(self, numbers: QwenVision, norm: Any = LayerNorm, mlp: Any = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.norm1 = LayerNorm(numbers.hidden_size, eps=_EPS)
-        self.norm2 = LayerNorm(numbers.hidden_size, eps=_EPS)
+        self.norm1 = norm(numbers.hidden_size, eps=EPS)
+        self.norm2 = norm(numbers.hidden_size, eps=EPS)
         self.attn = _Attention(numbers)
-        self.mlp = _Mlp(numbers)
+        self.mlp = _Mlp(numbers) if mlp is None else mlp
 
     def project(self, x: mx.array, angles: Angles) -> mx.array:
         return self.attn.project(self.norm1(x), angles)
 
-    def attend(self, x: mx.array, queries: mx.array, keys: mx.array, values: mx.array) -> mx.array:
-        x = x + self.attn.attend(queries, keys, values)
-        return x + self.mlp(self.norm2(x))
+    def attend(
+        self, x: mx.array, queries: mx.array, keys: mx.array, values: mx.array, window: int | None
+    ) -> mx.array:
+        x = x + self.attn.attend(queries, keys, values, window)
+        output: mx.array = x + self.mlp(self.norm2(x))
+        return output
 
 
 class _Merger(Module):
@@ -165,7 +158,7 @@ class _Merger(Module):
         super().__init__()  # type: ignore[no-untyped-call]
         self._width = numbers.token_numbers
         self._is_deep = is_deep
-        self.norm = LayerNorm(self._width if is_deep else numbers.hidden_size, eps=_EPS)
+        self.norm = LayerNorm(self._width if is_deep else numbers.hidden_size, eps=EPS)
         self.linear_fc1 = Linear(self._width, self._width)
         self.linear_fc2 = Linear(self._width, numbers.out_hidden_size)
 
@@ -178,20 +171,37 @@ class _Merger(Module):
         return features
 
 
-class QwenTower(Module):
+class QwenTower(PartedTower):
     """A tower with its weights, which encodes one image at a time."""
 
     def __init__(self, numbers: QwenVision) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__(numbers.num_heads, numbers.spatial_merge_size**2)
         self.numbers = numbers
         # The convolution over whole patches is one matrix product.
         self.patch_embed = Linear(numbers.patch_numbers, numbers.hidden_size)
         self.pos_embed = Embedding(numbers.num_position_embeddings, numbers.hidden_size)
-        self.blocks = [_Block(numbers) for _ in range(numbers.depth)]
+        self.blocks = [Block(numbers) for _ in range(numbers.depth)]
         self.merger = _Merger(numbers)
         self.deepstack_merger_list = [_Merger(numbers, is_deep=True) for _ in numbers.deepstack]
-        self._light = _Pace(4, 128, MOST_PATCHES)  # in patches
-        self._heavy = _Pace(LEAST_SCORES, 1 << 18, MOST_SCORES)  # in scores
+
+    @property
+    def depth(self) -> int:
+        return 1 + len(self.numbers.deepstack)
+
+    def check_fit(self, patches: Any, decoder: Mapping[str, Any]) -> None:
+        """Raises ValueError for image settings or a decoder's config that don't fit."""
+        numbers = self.numbers
+        for name, own, other in (
+            ("patch_size", numbers.patch_size, patches.patch),
+            ("spatial_merge_size", numbers.spatial_merge_size, patches.merge),
+            ("temporal_patch_size", numbers.temporal_patch_size, patches.frames),
+            ("in_channels", numbers.in_channels, CHANNELS),
+            ("out_hidden_size", numbers.out_hidden_size, decoder["hidden_size"]),
+        ):
+            if own != other:
+                raise ValueError(f"{name} of vision_config is {own}, and other parts have {other}")
+        if len(numbers.deepstack) > decoder["num_hidden_layers"]:
+            raise ValueError("deepstack_visual_indexes are more than the decoder's layers")
 
     def compute_on_cpu(self) -> None:
         """Use the functions for float32 on a CPU, where mlx computes exp and tanh slowly."""
@@ -204,7 +214,7 @@ class QwenTower(Module):
 
         `patches`, (patches, values), are ordered by token.
         """
-        rows, columns = _places(grid, self.numbers.spatial_merge_size)
+        rows, columns = places(grid, self.numbers.spatial_merge_size)
         angles = self._angles(rows, columns)
 
         def embed(part: slice) -> mx.array:
@@ -212,7 +222,7 @@ class QwenTower(Module):
             embedded: mx.array = self.patch_embed(patches[part].astype(self.dtype)) + places
             return embedded
 
-        x = yield from self._in_parts(self._light, len(patches), embed)
+        x = yield from self._in_parts(len(patches), embed)
         deep: list[mx.array] = []
         for number, block in enumerate(self.blocks):
             x = yield from self._pass_layer(block, x, angles)
@@ -222,53 +232,20 @@ class QwenTower(Module):
         features = yield from self._merge(self.merger, x)
         return mx.stack([features, *deep], axis=1)
 
-    def _pass_layer(self, block: _Block, x: mx.array, angles: Angles) -> Work:
-        def project(part: slice) -> mx.array:
-            return block.project(x[part], (angles[0][part], angles[1][part]))
-
-        def attend(part: slice) -> mx.array:
-            return block.attend(x[part], queries[:, part], keys, values)
-
-        projected = yield from self._in_parts(self._light, len(x), project, axis=2)
-        queries, keys, values = projected
-        cost = len(x) * self.numbers.num_heads
-        return (yield from self._in_parts(self._heavy, len(x), attend, cost=cost))
-
     def _merge(self, merger: _Merger, x: mx.array) -> Work:
-        return self._in_parts(self._light, len(x), lambda part: merger(x[part]))
-
-    def _in_parts(
-        self,
-        pace: _Pace,
-        count: int,
-        work: Callable[[slice], mx.array],
-        *,
-        cost: int = 1,
-        axis: int = 0,
-    ) -> Work:
-        """Do work on parts of `count` patches, without dividing a token, and join the outputs."""
-        outputs: list[mx.array] = []
-        start = 0
-        while start < count:
-            size = pace.choose(cost, self.numbers.spatial_merge_size**2)
-            began = time.perf_counter()
-            outputs.append(work(slice(start, min(start + size, count))))
-            evaluate(outputs[-1])
-            pace.note(time.perf_counter() - began)
-            start += size
-            yield
-        return mx.concatenate(outputs, axis=axis)
+        return self._in_parts(len(x), lambda part: merger(x[part]))
 
     @property
     def token_bytes(self) -> int:
         """Return the most bytes that an image's token takes while it is encoded and read."""
         numbers, itemsize = self.numbers, self.dtype.size
-        patches = numbers.token_numbers * _HELD
+        patches = numbers.token_numbers * HELD
         return itemsize * (patches + numbers.out_hidden_size * (1 + len(numbers.deepstack)))
 
     @property
     def dtype(self) -> mx.Dtype:
-        return self.blocks[0].norm1.weight.dtype
+        dtype: mx.Dtype = self.blocks[0].norm1.weight.dtype
+        return dtype
 
     def _positions(self, rows: Any, columns: Any, grid: Grid) -> mx.array:
         """Return interpolated learned positions, (patches, hidden)."""
@@ -290,13 +267,6 @@ class QwenTower(Module):
         places = mx.array(np.stack([rows, columns], 1).astype(np.float32))
         angles = (places[..., None] * frequencies).reshape(len(rows), -1)
         return mx.cos(angles), mx.sin(angles)
-
-
-def _places(grid: Grid, merge: int) -> tuple[Any, Any]:
-    rows, columns = grid
-    shape = rows // merge, merge, columns // merge, merge
-    row, column = (each.reshape(shape).transpose(0, 2, 1, 3) for each in np.mgrid[:rows, :columns])
-    return row.reshape(-1), column.reshape(-1)
 
 
 def _neighbours(places: Any, count: int, side: int) -> list[tuple[Any, Any]]:

@@ -40,17 +40,29 @@ class Positions:
 class Rotation(Module):
     """A replacement for a decoder's rope that reads `Positions`."""
 
-    def __init__(self, rope: Any, sections: Sequence[int], positions: Positions) -> None:
-        """`sections` are the numbers of pairs for time, row and column.
+    def __init__(
+        self,
+        rope: Any,
+        sections: Sequence[int],
+        positions: Positions,
+        *,
+        is_interleaved: bool = True,
+    ) -> None:
+        """`sections` are the numbers of pairs for time, row and column, which alternate if
+        interleaved, and otherwise follow one another.
 
-        Raises ValueError for an unsupported kind of rope.
+        Raises ValueError for an unsupported kind of rope, and for sections that don't fit.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self._rope, self._positions = rope, positions
         self._dims, self._frequencies, self._scale = _numbers(rope)
         axes = np.zeros(self._dims // 2, np.int32)
-        for axis in range(1, _AXES):
+        for axis in range(1, _AXES if is_interleaved else 0):
             axes[axis : _AXES * sections[axis] : _AXES] = axis
+        if not is_interleaved:
+            if len(sections) != _AXES or sum(sections) != len(axes) or min(sections) < 0:
+                raise ValueError(f"mrope_section is {sections!r:.40}, for {len(axes)} pairs")
+            axes = np.repeat(np.arange(_AXES, dtype=np.int32), sections)
         self._axes = mx.array(axes)
 
     def __call__(self, x: mx.array, offset: int | mx.array = 0) -> mx.array:

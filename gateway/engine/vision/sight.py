@@ -1,6 +1,6 @@
 """The images of a model's sequences, encoded once and read in place of their tokens."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -11,9 +11,7 @@ from gateway.engine.device import evaluate
 from gateway.engine.models.counts import text_config
 from gateway.engine.models.decoders import parameters
 from gateway.engine.vision.features import Images, Recent, SeenSequence
-from gateway.engine.vision.layout import lay_out
-from gateway.engine.vision.patches import CHANNELS, QwenPatches
-from gateway.engine.vision.qwen import QwenTower, QwenVision, Work
+from gateway.engine.vision.kinds import Marks, Preprocessing, Tower, kind_of
 from gateway.engine.vision.reading import Row, SeeingDecoder
 from gateway.jobs.images import FIRST_IMAGE_ID, ImageSpan
 from gateway.jobs.steps import ImageCost, SequenceParams
@@ -28,24 +26,26 @@ class Sight:
     def __init__(
         self,
         model: Any,
-        tower: QwenTower,
+        tower: Tower,
         config: dict[str, Any],
-        preprocessing: QwenPatches,
+        preprocessing: Preprocessing,
+        marks: Marks,
         most_bytes: int = FEATURE_BYTES,
     ) -> None:
         """Raises ValueError for a model that cannot read images, or for parts that don't fit."""
-        _check_fit(tower.numbers, preprocessing, text_config(config))
-        self._decoder = SeeingDecoder(model, config)
+        tower.check_fit(preprocessing, text_config(config))
+        self._decoder = kind_of(config).decoder(model, config)
         self._tower = tower
         self._preprocessing = preprocessing
-        self._image_token = config["image_token_id"]
+        self._image_token, self._row_ends = marks.image, marks.row_ends
         self._kept: Recent[tuple[str, bytes], mx.array] = Recent(most_bytes, _count_bytes)
         self.encoded = 0  # images that the tower encoded
         self.recalled = 0  # images whose features were cached
 
     @property
     def cost(self) -> ImageCost:
-        return ImageCost(self._tower.token_bytes, self._kept.most_bytes)
+        whole = self._preprocessing.most_tokens if self._decoder.keeps_whole else 0
+        return ImageCost(self._tower.token_bytes, self._kept.most_bytes, whole)
 
     @property
     def nbytes(self) -> int:
@@ -54,11 +54,11 @@ class Sight:
     def begin(self, params: SequenceParams) -> Images | None:
         if not params.images:
             return None
-        merge = self._preprocessing.merge
-        sizes = [(each.grid[0] // merge, each.grid[1] // merge) for each in params.images]
-        starts = [each.start for each in params.images]
-        layout = lay_out(len(params.prompt), zip(starts, sizes, strict=True))
-        return Images(params.images, layout, params.cache_salt)
+        places = [(each.start, self._preprocessing.places(each.grid)) for each in params.images]
+        layout = self._decoder.lay_out(len(params.prompt), places)
+        spans = [(each.start, each.end) for each in params.images]
+        wholes = spans if self._decoder.keeps_whole else ()
+        return Images(params.images, layout, params.cache_salt, wholes=wholes)
 
     def encode(self, rows: Sequence[tuple[Images | None, int]]) -> Iterator[None]:
         """Encode the images that are not in the KV cache yet, in steps. Raises ValueError."""
@@ -75,11 +75,14 @@ class Sight:
                     self.recalled += 1
                 images.features[span.start] = features
 
-    def _encode(self, span: ImageSpan) -> Work:
-        rows, columns = (each * self._preprocessing.patch for each in span.grid)
+    def _encode(self, span: ImageSpan) -> Generator[None, None, mx.array]:
+        rows, columns = self._preprocessing.pixels(span.grid)
         rgb = np.frombuffer(span.pixels, np.uint8).reshape(rows, columns, 3)
         patches = mx.array(self._preprocessing.to_patches(rgb))
         features = yield from self._tower.encode(patches, span.grid)
+        if self._row_ends:
+            rows, _ = self._preprocessing.places(span.grid)
+            features = self._decoder.end_rows(features, rows, *self._row_ends)
         evaluate(features)
         if not mx.all(mx.isfinite(features)).item():
             raise ValueError("the features of an image are not finite")
@@ -94,10 +97,9 @@ class Sight:
         The features are the replaced tokens' embeddings in reverse order.
         """
         end = start + size[0] * size[1]
-        layers = 1 + len(self._tower.numbers.deepstack)
         features = self._decoder.embed(prompt[start:end][::-1])[:, None]
-        images = Images((), lay_out(len(prompt), [(start, size)]), "")
-        images.features[start] = mx.repeat(features, layers, axis=1)
+        images = Images((), self._decoder.lay_out(len(prompt), [(start, size)]), "")
+        images.features[start] = mx.repeat(features, self._tower.depth, axis=1)
         return [*prompt[:start], *[self._image_token] * (end - start), *prompt[end:]], images
 
     def tokens(self, ids: Sequence[int]) -> list[int]:
@@ -148,17 +150,3 @@ class PromptReader:
         logits = self._decoder(tokens, rows, self._starts, **options)
         self._starts = [start + tokens.shape[1] for start in self._starts]
         return logits
-
-
-def _check_fit(tower: QwenVision, patches: QwenPatches, decoder: Mapping[str, Any]) -> None:
-    for name, own, other in (
-        ("patch_size", tower.patch_size, patches.patch),
-        ("spatial_merge_size", tower.spatial_merge_size, patches.merge),
-        ("temporal_patch_size", tower.temporal_patch_size, patches.frames),
-        ("in_channels", tower.in_channels, CHANNELS),
-        ("out_hidden_size", tower.out_hidden_size, decoder["hidden_size"]),
-    ):
-        if own != other:
-            raise ValueError(f"{name} of vision_config is {own}, and other parts have {other}")
-    if len(tower.deepstack) > decoder["num_hidden_layers"]:
-        raise ValueError("deepstack_visual_indexes are more than the decoder's layers")

@@ -15,41 +15,44 @@ from gateway.engine.models.checkpoint import (
     fit_weights,
     read_in_slices,
 )
-from gateway.engine.vision.families import FAMILIES, TOWER
-from gateway.engine.vision.qwen import QwenTower, QwenVision
+from gateway.engine.vision.families import family_of
+from gateway.engine.vision.kinds import Tower, kind_of
 
 
 def tower_tensors(checkpoint: Checkpoint) -> dict[str, Tensor]:
     """Return a tower's arrays by name, none for an unsupported family."""
-    if checkpoint.config().get("model_type") not in FAMILIES:
+    family = family_of(checkpoint.config())
+    if family is None:
         return {}
-    return {name: each for name, each in checkpoint.all_tensors().items() if TOWER.match(name)}
+    named = checkpoint.all_tensors().items()
+    return {name: each for name, each in named if family.tower.match(name)}
 
 
 def open_tower(
     checkpoint: Checkpoint, *, device: Device, dtype: str | None, is_packed: bool = False
-) -> Generator[None, None, QwenTower]:
+) -> Generator[None, None, Tower]:
     """Read a checkpoint's tower on the lane, in steps. Raises ModelLoadFailed.
 
     On a CPU, quantized weights are dequantized unless `is_packed`.
     """
     config = checkpoint.config()
     with checkpoint.reading_config():
-        numbers = QwenVision.read(config["vision_config"])
-    arrays = {
-        TOWER.sub("", name): array
-        for name, array in checkpoint.weights().items()
-        if TOWER.match(name)
-    }
-    blocks = {name.split(".")[1] for name in arrays if name.startswith("blocks.")}
-    if numbers.depth > len(blocks):
+        vision, family = kind_of(config).read_vision(config), family_of(config)
+    assert family is not None
+    weights = checkpoint.weights().items()
+    arrays = {family.tower.sub("", name): x for name, x in weights if family.tower.match(name)}
+    named = [name.partition(vision.layers)[2] for name in arrays if vision.layers in name]
+    layers = len({name.split(".")[0] for name in named})
+    if vision.depth > layers:
         raise checkpoint.failed(
-            f"config.json has a tower of {numbers.depth} layers, and the files have {len(blocks)}"
+            f"config.json has a tower of {vision.depth} layers, and the files have {layers}"
         )
-    arrays = _as_products(arrays, numbers)
+    arrays = vision.arrange(arrays)
     quantization = config.get("quantization") or config.get("quantization_config") or {}
-    stated = {TOWER.sub("", name): each for name, each in quantization.items()}
-    tower = QwenTower(numbers)
+    stated: Any = vision.arrange(
+        {family.tower.sub("", name): x for name, x in quantization.items()}
+    )
+    tower: Any = vision.open()
     if device is Device.CPU and not is_packed:
         arrays = dequantize(checkpoint, arrays, stated)
     elif any(name.endswith(".scales") for name in arrays):
@@ -66,31 +69,16 @@ def open_tower(
         tower.compute_on_cpu()
     tower.eval()
     yield from read_in_slices(checkpoint, [array for _, array in _named(tower)])
-    return tower
+    opened: Tower = tower
+    return opened
 
 
-def _named(tower: QwenTower) -> list[tuple[str, mx.array]]:
-    named: Any = tree_flatten(tower.parameters())  # type: ignore[no-untyped-call]
+def _named(tower: Any) -> list[tuple[str, mx.array]]:
+    named: Any = tree_flatten(tower.parameters())
     return list(named)
 
 
-def _as_products(arrays: Mapping[str, mx.array], numbers: QwenVision) -> dict[str, mx.array]:
-    """Return a tower's arrays with the projection of patches as a matrix."""
-    old, new = "patch_embed.proj.", "patch_embed."
-    products = {name.replace(old, new): each for name, each in arrays.items()}
-    name = "patch_embed.weight"
-    projection = products.get(name)
-    # (hidden, channels, frames, rows, columns), but mlx-vlm has channels last.
-    if projection is not None and projection.ndim == 5:
-        if projection.shape[1] != numbers.in_channels:
-            projection = projection.transpose(0, 4, 1, 2, 3)
-        products[name] = projection.reshape(len(projection), -1)
-    return products
-
-
-def _quantize(
-    tower: QwenTower, arrays: Mapping[str, mx.array], quantization: Mapping[str, Any]
-) -> None:
+def _quantize(tower: Any, arrays: Mapping[str, mx.array], quantization: Mapping[str, Any]) -> None:
     """Quantize the modules that have scales in the files."""
 
     def numbers_of(path: str, _: Any) -> bool | dict[str, Any]:

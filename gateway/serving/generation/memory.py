@@ -34,6 +34,7 @@ class RowCosts:
     chunk_tokens: int = 0  # most tokens of a prefill chunk
     max_context: int = LONGEST
     image_token: int = 0  # bytes that an image's token takes besides its KV
+    image_chunk: int = 0  # most tokens of an image that is read in one chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +89,7 @@ class RowMemory:
     ) -> None:
         self._budget = budget
         self._costs = costs
+        self.adopt(costs.chunk_tokens)
         self._share = budget.share()
         self.prefixes = prefixes or PrefixShare(budget, budget.limit_bytes)
 
@@ -109,7 +111,8 @@ class RowMemory:
         return allowed
 
     def adopt(self, chunk_tokens: int) -> None:
-        self._costs = replace(self._costs, chunk_tokens=chunk_tokens)
+        longest = max(chunk_tokens, self._costs.image_chunk)
+        self._costs = replace(self._costs, chunk_tokens=longest)
 
     def check(self, model: str, params: SequenceParams) -> None:
         """Raise PromptTooLarge if there can never be memory for the prompt and one token."""

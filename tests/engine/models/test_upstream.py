@@ -27,7 +27,8 @@ def preamble() -> dict[str, Any]:
 def faults() -> dict[str, tuple[str, str]]:
     """Return code and output of each heading's block."""
     found = {}
-    for section in PAGE.split("\n## ")[1:]:
+    of_mlx_lm = PAGE.partition("\n# In mlx-vlm\n")[0]
+    for section in of_mlx_lm.split("\n## ")[1:]:
         (kind, code), (other, output) = FENCED.findall(section)
         assert (kind, other) == ("python", "text")
         found[section.splitlines()[0]] = (code, output)

@@ -14,11 +14,12 @@ from safetensors.numpy import load_file, save_file
 from gateway.engine.device import Device
 from gateway.engine.models.checkpoint import Checkpoint
 from gateway.engine.models.decoders import Numbers, read_decoder
+from gateway.engine.vision.kinds import Tower, kind_of
 from gateway.engine.vision.layout import Layout, lay_out
-from gateway.engine.vision.qwen import QwenTower, Work
-from gateway.engine.vision.reading import Row, SeeingDecoder
+from gateway.engine.vision.parts import Work
+from gateway.engine.vision.reading import QwenDecoder, Row, SeeingDecoder
 from gateway.engine.vision.towers import open_tower
-from tests.golden_vision import IMAGE, Case
+from tests.golden_vision import BREAK, END, IMAGE, Case, merge_of
 
 T = TypeVar("T")
 Arrays = dict[str, NDArray[Any]]
@@ -35,12 +36,12 @@ def run(steps: Generator[None, None, T]) -> T:
             return result
 
 
-def read_tower(folder: Path, dtype: str | None = None, *, is_packed: bool = False) -> QwenTower:
+def read_tower(folder: Path, dtype: str | None = None, *, is_packed: bool = False) -> Any:
     checkpoint = Checkpoint("tiny", folder)
     return run(open_tower(checkpoint, device=Device.CPU, dtype=dtype, is_packed=is_packed))
 
 
-def encode(tower: QwenTower, case: Case) -> list[mx.array]:
+def encode(tower: Tower, case: Case) -> list[mx.array]:
     """Return the features of a case's images."""
     images = zip(case.patches, case.grids, strict=True)
     return [whole(tower.encode(mx.array(each), grid)) for each, grid in images]
@@ -59,11 +60,13 @@ def whole(work: Work) -> mx.array:
 def starts(case: Case) -> list[int]:
     """Return the places of the first tokens of a case's images."""
     prompt = case.prompt
-    return [i for i, x in enumerate(prompt) if x == IMAGE and prompt[i - 1] != IMAGE]
+    inside = (IMAGE, BREAK)
+    return [i for i, x in enumerate(prompt) if x == IMAGE and prompt[i - 1] not in inside]
 
 
 def layout(case: Case) -> Layout:
-    grids = [(rows // 2, columns // 2) for rows, columns in case.grids]
+    merge = merge_of(case.config)
+    grids = [(rows // merge, columns // merge) for rows, columns in case.grids]
     return lay_out(len(case.prompt), zip(starts(case), grids, strict=True))
 
 
@@ -81,8 +84,14 @@ class Opened:
         checkpoint, numbers = Checkpoint("tiny", folder), Numbers(dtype=dtype)
         features = encode(read_tower(folder, dtype), case)
         model = run(read_decoder(checkpoint, device=Device.CPU, numbers=numbers))
-        row = Row(layout(case), list(zip(starts(case), features, strict=True)))
-        return cls(case, model, SeeingDecoder(model, checkpoint.config()), row)
+        decoder = kind_of(case.config).decoder(model, checkpoint.config())
+        laid = layout(case) if isinstance(decoder, QwenDecoder) else None
+        if BREAK in case.prompt:  # each row of an image ends with a token
+            rows = [rows // merge_of(case.config) for rows, _ in case.grids]
+            pairs = zip(features, rows, strict=True)
+            features = [decoder.end_rows(*pair, BREAK, END) for pair in pairs]
+        row = Row(laid, list(zip(starts(case), features, strict=True)))
+        return cls(case, model, decoder, row)
 
     def read(self, chunk: int = WHOLE, row: Row | None = None) -> tuple[NDArray[Any], list[int]]:
         """Return the prompt's logits, and the tokens that follow it."""

@@ -24,8 +24,8 @@ from gateway.jobs.chat import GenerateJob, Sampling
 from gateway.jobs.images import ImageInput
 from tests.engine.generation.harness import Answer, Rows
 from tests.fakes import caller
+from tests.golden_vision import BREAK, IMAGE, START, VIDEO, cases, merge_of, write_model
 from tests.golden_vision import END as VISION_END
-from tests.golden_vision import IMAGE, START, VIDEO, write_model
 
 PREPROCESSING: Final[dict[str, Any]] = {
     "patch_size": 4,
@@ -35,6 +35,13 @@ PREPROCESSING: Final[dict[str, Any]] = {
     "image_std": [0.5, 0.5, 0.5],
     "size": {"shortest_edge": 64, "longest_edge": 64 * 64},
 }
+# What Mistral's models have in their place.
+PIXTRAL: Final[dict[str, Any]] = {
+    "patch_size": {"height": 4, "width": 4},
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+    "size": {"longest_edge": 64},
+}
 VOCABULARY: Final = 320
 THINK: Final = ("<think>", "</think>")
 END: Final = "<|im_end|>"
@@ -43,6 +50,7 @@ MARKS: Final[dict[int, str]] = {
     294: THINK[1], IMAGE: "<|image_pad|>", VIDEO: "<|video_pad|>", START: "<|vision_start|>",
     VISION_END: "<|vision_end|>",
 }  # fmt: skip
+PIXTRAL_MARKS: Final = {IMAGE: "[IMG]", VISION_END: "[IMG_END]", BREAK: "[IMG_BREAK]"}
 TEMPLATE: Final = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|im_end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% if enable_thinking %}<think>{% endif %}"
@@ -69,22 +77,34 @@ def paint(request: Mapping[str, Any], key: bytes) -> tuple[str, Any]:
 
 def write_seeing(case: str, folder: Path, **changes: Any) -> Path:
     """Write a golden case's model, with a tokenizer of single bytes and of the model's marks."""
+    is_pixtral = "projector_hidden_act" in cases()[case].config
+    marks = MARKS | PIXTRAL_MARKS if is_pixtral else MARKS
+    write_tokenizer(folder, PIXTRAL if is_pixtral else PREPROCESSING, marks)
+    if is_pixtral:
+        sizes = {"patch_size": 4, "spatial_merge_size": merge_of(cases()[case].config)}
+        (folder / "processor_config.json").write_text(json.dumps(sizes), "utf-8")
+    return write_model(case, folder, **changes)
+
+
+def write_tokenizer(
+    folder: Path, preprocessing: Mapping[str, Any], marks: Mapping[int, str] = MARKS
+) -> None:
+    """Write the files of a seeing model besides its config and its weights."""
     folder.mkdir(parents=True)
     vocabulary = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary += [f"unused{number}" for number in range(len(vocabulary), VOCABULARY)]
-    for token, content in MARKS.items():
+    for token, content in marks.items():
         vocabulary[token] = content
     ids = {content: token for token, content in enumerate(vocabulary)}
     tokenizer = Tokenizer(models.BPE(vocab=ids, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_tokens([AddedToken(each, special=each not in THINK) for each in MARKS.values()])
+    tokenizer.add_tokens([AddedToken(each, special=each not in THINK) for each in marks.values()])
     tokenizer.save(str(folder / "tokenizer.json"))
     named = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END}
     (folder / "tokenizer_config.json").write_text(json.dumps(named), "utf-8")
     (folder / "chat_template.jinja").write_text(TEMPLATE, "utf-8")
-    (folder / "preprocessor_config.json").write_text(json.dumps(PREPROCESSING), "utf-8")
-    return write_model(case, folder, **changes)
+    (folder / "preprocessor_config.json").write_text(json.dumps(preprocessing), "utf-8")
 
 
 def open_seeing(

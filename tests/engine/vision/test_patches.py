@@ -9,14 +9,15 @@ import numpy as np
 import pytest
 
 from gateway.engine.models.checkpoint import Checkpoint
-from gateway.engine.vision.patches import QwenPatches, read_qwen
+from gateway.engine.vision.patches import PixtralPatches, QwenPatches, read_pixtral, read_qwen
 from gateway.engine.vision.pictures import decode, measure
 from gateway.errors import ModelLoadFailed
 from gateway.serving.sandbox import Sandbox
-from tests.golden.vision.make_pixels import list_sizes
+from tests.golden.vision.make_pixels import MERGES, list_sizes
 
 PICTURES = Path(__file__).parents[2] / "golden" / "vision"
 GOLDEN = json.loads((PICTURES / "golden.json").read_text(encoding="utf-8"))
+PIXTRAL = json.loads((PICTURES / "golden_pixtral.json").read_text(encoding="utf-8"))
 JPEGS = sorted(file.name for file in PICTURES.glob("*.jpg"))
 
 
@@ -28,15 +29,21 @@ def write(
     return Checkpoint("qwen", folder)
 
 
-def family(folder: Path, case: dict[str, Any]) -> QwenPatches:
-    return read_qwen(write(folder, GOLDEN["files"][case["file"]]))
+def family(folder: Path, case: dict[str, Any]) -> QwenPatches | PixtralPatches:
+    if case["file"] not in MERGES:
+        return read_qwen(write(folder, GOLDEN["files"][case["file"]]))
+    settings, merge = PIXTRAL["files"][case["file"]], MERGES[case["file"]]
+    patch = {"pixtral": 16, "mistral3": 14}[case["file"]]
+    config = {"vision_config": {"patch_size": patch}, "spatial_merge_size": merge}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return read_pixtral(write(folder, settings))
 
 
 def described(case: dict[str, Any]) -> str:
     return "-".join(str(case[key]) for key in ("name", "file", "max_tokens") if key in case)
 
 
-@pytest.mark.parametrize("case", GOLDEN["pixels"], ids=described)
+@pytest.mark.parametrize("case", GOLDEN["pixels"] + PIXTRAL["pixels"], ids=described)
 def test_patches_are_those_of_transformers(
     box: Sandbox, tmp_path: Path, case: dict[str, Any]
 ) -> None:
@@ -47,10 +54,8 @@ def test_patches_are_those_of_transformers(
     patches = qwen.to_patches(decode(box, data, *size, qwen.resample, name))
     assert list(qwen.grid(*size)) == case["grid"]
     assert patches.dtype == np.float32
-    assert patches.shape == (
-        qwen.tokens(*size) * qwen.merge**2,
-        3 * qwen.frames * qwen.patch * qwen.patch,
-    )
+    rows, columns = qwen.grid(*size)
+    assert patches.shape == (rows * columns, 3 * qwen.frames * qwen.patch * qwen.patch)
     assert hashlib.sha256(patches.astype("<f4").tobytes()).hexdigest() == case["sha256"]
 
 
@@ -64,7 +69,7 @@ def test_a_jpeg_has_the_same_pixels_on_each_platform(box: Sandbox, name: str) ->
     assert np.abs(seen - kept).max() <= 2
 
 
-@pytest.mark.parametrize("case", GOLDEN["sizes"], ids=described)
+@pytest.mark.parametrize("case", GOLDEN["sizes"] + PIXTRAL["sizes"], ids=described)
 def test_sizes_are_those_of_transformers(tmp_path: Path, case: dict[str, Any]) -> None:
     qwen = family(tmp_path, case)
     sizes = [list(qwen.size(*size, case["max_tokens"])) for size in list_sizes()]
@@ -119,8 +124,38 @@ def test_a_file_with_a_wrong_key_is_refused_by_its_name(
 
 
 @pytest.mark.parametrize("limit", [70, 256, 2048])
-def test_an_image_keeps_to_the_tokens_it_may_have(tmp_path: Path, limit: int) -> None:
-    qwen = family(tmp_path, {"file": "patch 16"})
+@pytest.mark.parametrize("file", ["patch 16", *MERGES])
+def test_an_image_keeps_to_the_tokens_it_may_have(tmp_path: Path, file: str, limit: int) -> None:
+    qwen = family(tmp_path, {"file": file})
     for width, height in ((4032, 3024), (800, 600), (1, 1), (16384, 3906)):
         size = qwen.size(width, height, limit)
         assert qwen.tokens(*size) <= limit
+
+
+def test_the_processor_decides_the_patches_of_pixtral(tmp_path: Path) -> None:
+    """Its image processor's own patch_size is not read, as in transformers."""
+    config = {"vision_config": {"patch_size": 14}, "spatial_merge_size": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    read = read_pixtral(write(tmp_path, {"patch_size": 99}))
+    assert (read.patch, read.merge, read.longest_edge) == (14, 2, 1024)
+    processor = {"patch_size": 16, "spatial_merge_size": 1, "image_processor": {"resample": 3}}
+    read = read_pixtral(write(tmp_path, processor, "processor_config.json"))
+    assert (read.patch, read.merge, read.frames, read.resample) == (16, 1, 1, "bicubic")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "word"),
+    [
+        ({"size": {"longest_edge": 0}}, "longest_edge"),
+        ({"size": {"height": 1024, "width": 1024}}, "longest_edge"),
+        ({"size": {"longest_edge": 1 << 30}}, "longest_edge"),
+        ({"do_resize": False}, "do_resize"),
+        ({"image_std": [0, 1, 1]}, "image_std"),
+    ],
+)
+def test_a_file_of_pixtral_with_a_wrong_key_is_refused_by_its_name(
+    tmp_path: Path, wrong: Any, word: str
+) -> None:
+    (tmp_path / "config.json").write_text('{"vision_config": {"patch_size": 14}}', "utf-8")
+    with pytest.raises(ModelLoadFailed, match=word):
+        read_pixtral(write(tmp_path, wrong))

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.vision import prompts
 from gateway.engine.vision.features import Recent
+from gateway.engine.vision.kinds import Marks
 from gateway.engine.vision.patches import QwenPatches
 from gateway.engine.vision.prompts import (
     MOST_TOKENS,
@@ -30,10 +31,10 @@ from tests.golden_vision import END, IMAGE, START
 
 # The numbers of Qwen3-VL's preprocessor_config.json.
 PATCHES = QwenPatches(
-    16, 2, 2, 256 * 256, 4096 * 4096, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5), 1 / 255, "bicubic"
+    16, 2, 2, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5), 1 / 255, "bicubic", 256 * 256, 4096 * 4096
 )
 SMALL = replace(PATCHES, patch=4, least_pixels=64, most_pixels=4096)
-FORMAT = ImageFormat(SMALL, START, END, paint, 4096)
+FORMAT = ImageFormat(SMALL, Marks(IMAGE, (START,), (END,)), paint, 4096)
 
 
 @pytest.fixture(autouse=True)

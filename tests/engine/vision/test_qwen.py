@@ -7,27 +7,32 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from mlx.utils import tree_flatten
 
 from benchmarks.loading import load_generation
 from gateway.engine.device import Device
 from gateway.engine.models.checkpoint import Checkpoint
 from gateway.engine.models.decoders import open_decoder
-from gateway.engine.vision import qwen
+from gateway.engine.vision import parts
+from gateway.engine.vision.parts import Grid
+from gateway.engine.vision.qwen_windows import order_by_window
 from gateway.engine.vision.reading import Row
 from gateway.engine.vision.towers import open_tower
-from gateway.errors import BadRequest
+from gateway.errors import BadRequest, ModelLoadFailed
 from tests.engine.generation.harness import answers
 from tests.engine.vision.golden import Arrays, Opened, encode, layout, read_tower, rewrite, run
 from tests.engine.vision.harness import CAT, paint, see, write_seeing
-from tests.golden_vision import cases, reference_logits, write_model
+from tests.golden_vision import cases, draw_patches, reference_logits, write_model
 
-CASES = ("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe")
-DENSE = ("qwen3_5", "qwen3_vl")
+CASES = ("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl")
+DENSE = ("qwen3_5", "qwen3_vl", "qwen2_5_vl")
 CLOSE = 1e-4  # in standard deviations of the logits: 2e-4 at a spread of 2
-TOWER = "model.visual."
+TOWER = "visual."  # in the names of transformers' two layouts
 PACKED = {"group_size": 32, "bits": 8}
-FINER = "blocks.0.mlp.linear_fc1"  # a layer with numbers of its own
+# A layer with numbers of its own.
+FINER = dict.fromkeys(CASES, "blocks.0.mlp.linear_fc1") | {"qwen2_5_vl": "blocks.0.mlp.up_proj"}
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -48,7 +53,7 @@ def apart(logits: Any, right: Any) -> float:
 
 
 def test_all_cases_are_tested() -> None:
-    assert {*CASES} == cases().keys()
+    assert {*CASES} == {name for name in cases() if name.startswith("qwen")}
 
 
 @pytest.mark.parametrize("chunk", [1000, 7, 5, 3, 1])
@@ -119,9 +124,9 @@ def of_mlx_vlm(folder: Path, arrays: Arrays) -> Arrays:
     named: Any = tree_flatten(model.parameters())
     renamed = {name: np.array(each) for name, each in named}
     for name, each in arrays.items():
-        if name.startswith(TOWER):
+        if TOWER in name:
             channels_last = each.transpose(0, 2, 3, 4, 1) if each.ndim == 5 else each
-            renamed[f"vision_tower.{name.removeprefix(TOWER)}"] = channels_last
+            renamed[f"vision_tower.{name.partition(TOWER)[2]}"] = channels_last
     return renamed
 
 
@@ -149,6 +154,72 @@ def test_the_former_layout_of_transformers_gives_the_same(tmp_path: Path) -> Non
     assert apart(logits, reference_logits("qwen3_vl")) < CLOSE
 
 
+def test_the_config_of_published_files_gives_the_same(tmp_path: Path) -> None:
+    """Qwen2.5-VL's keys of the text model are not nested, and some have other names."""
+    case = cases()["qwen2_5_vl"]
+    write_model("qwen2_5_vl", tmp_path)
+    text, vision = (dict(case.config[key]) for key in ("text_config", "vision_config"))
+    rope = text.pop("rope_parameters")
+    flat = {**text, **case.config, "model_type": "qwen2_5_vl", "rope_theta": rope["rope_theta"]}
+    flat["rope_scaling"] = {"type": "mrope", "mrope_section": rope["mrope_section"]}
+    flat["vision_config"] = {**vision, "model_type": "qwen2_5_vl", "in_chans": 3}
+    del flat["text_config"], flat["vision_config"]["in_channels"]
+    (tmp_path / "config.json").write_text(json.dumps(flat), "utf-8")
+    logits, tokens = Opened.open(tmp_path, case).read()
+    assert apart(logits, reference_logits("qwen2_5_vl")) < CLOSE
+    assert tokens == case.greedy
+
+
+@pytest.mark.parametrize(
+    ("vision", "reason"),
+    [
+        ({"fullatt_block_indexes": [3]}, "fullatt_block_indexes"),
+        ({"fullatt_block_indexes": None}, "fullatt_block_indexes"),
+        ({"window_size": 4}, "window_size"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+    ],
+)
+def test_settings_of_windows_that_are_not_supported_are_refused(
+    tmp_path: Path, vision: dict[str, Any], reason: str
+) -> None:
+    config = {**cases()["qwen2_5_vl"].config["vision_config"], **vision}
+    write_model("qwen2_5_vl", tmp_path, vision_config=config)
+    with pytest.raises(ModelLoadFailed, match=reason):
+        read_tower(tmp_path)
+
+
+@given(st.tuples(st.integers(1, 20), st.integers(1, 20)), st.integers(1, 9))
+def test_each_token_is_in_the_window_of_its_row_and_column(grid: Grid, side: int) -> None:
+    order, runs = order_by_window(grid, side)
+    assert sorted(order.tolist()) == [*range(grid[0] * grid[1])]
+    assert sum(count for _, count in runs) == len(order)
+    windows, at = [], 0
+    for size, count in runs:
+        windows += [order[at + i : at + i + size] for i in range(0, count, size)]
+        at += count
+    squares = {
+        frozenset(
+            row * grid[1] + column
+            for row in range(top, min(top + side, grid[0]))
+            for column in range(left, min(left + side, grid[1]))
+        )
+        for top in range(0, grid[0], side)
+        for left in range(0, grid[1], side)
+    }
+    assert {frozenset(each.tolist()) for each in windows} == squares
+    assert len(windows) == len(squares)
+
+
+def test_windows_are_encoded_in_steps(tmp_path: Path) -> None:
+    """Other work gets the lane between two windows' parts."""
+    tower = read_tower(write_model("qwen2_5_vl", tmp_path))
+    tower._heavy = parts.Pace(1, 1, 1)
+    patches = mx.array(draw_patches(cases()["qwen2_5_vl"].config["vision_config"], 16, 24))
+    steps = [*tower.encode(patches, (16, 24))]
+    windows = 16 * 24 // 16
+    assert len(steps) > 2 * windows  # two of the layers attend within windows
+
+
 def pack(folder: Path, name: str, prefix: str) -> None:
     """Quantize the layers of a tower in the files, one of them by fewer bits."""
 
@@ -157,17 +228,20 @@ def pack(folder: Path, name: str, prefix: str) -> None:
             arrays = of_mlx_vlm(folder, arrays)
         changed: Arrays = {}
         for key, each in arrays.items():
-            is_layer = key.startswith(prefix) and key.endswith(".weight") and each.ndim == 2
+            is_layer = prefix in key and key.endswith(".weight") and each.ndim == 2
             if not is_layer or "pos_embed" in key:
                 changed[key] = each
                 continue
-            bits = 4 if FINER in key else PACKED["bits"]
+            bits = 4 if FINER[name] in key else PACKED["bits"]
             parts = mx.quantize(mx.array(each), group_size=32, bits=bits)
             for part, array in zip(("weight", "scales", "biases"), parts, strict=True):
                 changed[key.replace(".weight", f".{part}")] = np.array(array)
         return changed
 
-    numbers = {**PACKED, f"{prefix}{FINER}": {"group_size": 32, "bits": 4}}
+    own = f"{prefix}{FINER[name]}"
+    if prefix == TOWER and name != "qwen2_5_vl":
+        own = f"model.{own}"
+    numbers = {**PACKED, own: {"group_size": 32, "bits": 4}}
     write_model(name, folder, quantization=numbers)
     rewrite(folder, packed)
 
@@ -184,10 +258,12 @@ def test_a_quantized_tower_gives_nearly_the_same_packed_or_not(
     packed = read_tower(tmp_path, is_packed=True)
     assert wide.blocks[0].attn.qkv.weight.dtype == mx.float32
     assert packed.blocks[0].attn.qkv.weight.dtype == mx.uint32
-    assert (packed.blocks[0].attn.qkv.bits, packed.blocks[0].mlp.linear_fc1.bits) == (8, 4)
+    finer = getattr(packed.blocks[0].mlp, FINER[name].rpartition(".")[2])
+    assert (packed.blocks[0].attn.qkv.bits, finer.bits) == (8, 4)
     for one, other, exact in zip(encode(wide, case), encode(packed, case), whole, strict=True):
         assert mx.abs(one - other).max() < 1e-3
-        assert mx.abs(one - exact).max() < 0.35 * mx.std(exact)
+        # A gated product errs more.
+        assert mx.abs(one - exact).max() < (0.7 if name == "qwen2_5_vl" else 0.35) * mx.std(exact)
         assert mx.abs(one - exact).max() > 0
 
 
@@ -213,16 +289,16 @@ def test_a_layer_in_parts_gives_the_features_of_the_whole(
     case = cases()[name]
     tower = read_tower(write_model(name, tmp_path))
     whole = encode(tower, case)
-    monkeypatch.setattr(qwen, "MOST_PATCHES", most)
+    monkeypatch.setattr(parts, "MOST_PATCHES", most)
     for one, other in zip(encode(tower, case), whole, strict=True):
         assert mx.abs(one - other).max() < 1e-4
-    tower._heavy = qwen._Pace(1, 1, 1)  # as few patches attend at a time as can be
+    tower._heavy = parts.Pace(1, 1, 1)  # as few patches attend at a time as can be
     for one, other in zip(encode(tower, case), whole, strict=True):
         assert mx.abs(one - other).max() < 1e-4
 
 
 def test_parts_shrink_while_they_take_long_and_grow_while_they_do_not() -> None:
-    pace = qwen._Pace(4, 128, 512)
+    pace = parts.Pace(4, 128, 512)
     sizes = []
     for seconds in (1.0, 0.0):
         for _ in range(10):
@@ -243,7 +319,7 @@ def test_weights_in_bfloat16_give_nearly_the_same(tmp_path: Path, name: str) -> 
         tower = read_tower(tmp_path, dtype)
         for one, exact in zip(encode(tower, case), whole, strict=True):
             assert one.dtype == expected
-            assert mx.abs(one - exact).max() < 0.15 * mx.std(exact)
+            assert mx.abs(one - exact).max() < 0.2 * mx.std(exact)
         logits, _ = Opened.open(tmp_path, case, dtype).read()
         correlation = np.corrcoef(logits.reshape(-1), reference_logits(name).reshape(-1))
         assert correlation[0, 1] > 0.98

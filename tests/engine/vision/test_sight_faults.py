@@ -10,7 +10,7 @@ import pytest
 
 from gateway.engine.device import DeviceBounds
 from gateway.engine.generation.engine import GenerationEngine
-from gateway.engine.vision.qwen import Grid, Work
+from gateway.engine.vision.parts import Grid, Work
 from tests.engine.generation.harness import PLENTY, Passing, Rows, answers, exchange, ids, spoil
 from tests.engine.vision.harness import (
     CAT,
@@ -62,7 +62,7 @@ def engine(folder: Path, request: pytest.FixtureRequest) -> Iterator[GenerationE
 
 def fail(engine: GenerationEngine, change: Change | None = None, left: int = 1000) -> None:
     sight = sight_of(engine)
-    sight._tower = Failing(sight._tower, change, left)  # type: ignore[assignment]
+    sight._tower = Failing(sight._tower, change, left)
 
 
 JOBS = [

@@ -43,6 +43,24 @@ FILES: Final[Mapping[str, Mapping[str, Any]]] = {
         "image_processor_type": "Qwen2VLImageProcessor",
     },
 }
+# The image processors of Pixtral and of Mistral 3, with the patches per side of a token.
+PIXTRAL: Final[Mapping[str, Mapping[str, Any]]] = {
+    "pixtral": {
+        "size": {"longest_edge": 1024},
+        "patch_size": {"height": 16, "width": 16},
+        "image_mean": [0.48145466, 0.4578275, 0.40821073],
+        "image_std": [0.26862954, 0.26130258, 0.27577711],
+        "image_processor_type": "PixtralImageProcessor",
+    },
+    "mistral3": {
+        "size": {"longest_edge": 1540},
+        "patch_size": 14,
+        "image_mean": [0.48145466, 0.4578275, 0.40821073],
+        "image_std": [0.26862954, 0.26130258, 0.27577711],
+        "image_processor_type": "PixtralImageProcessorFast",
+    },
+}
+MERGES: Final = {"pixtral": 1, "mistral3": 2}
 # The most tokens of an image: with the first, most pictures become smaller, with None few do.
 LIMITS: Final = (64, None)
 
@@ -173,6 +191,68 @@ def main() -> None:
                 }
             )
     (HERE / "golden.json").write_text(json.dumps(golden, indent=1) + "\n")
+    (HERE / "golden_pixtral.json").write_text(json.dumps(of_pixtral(pictures), indent=1) + "\n")
+
+
+def of_pixtral(pictures: Mapping[str, NDArray[np.uint8]]) -> dict[str, Any]:
+    """Return the sizes and patches, ordered by token, of Pixtral's processor."""
+    from transformers.models.pixtral.image_processing_pil_pixtral import (
+        PixtralImageProcessorPil,
+        get_resize_output_image_size,
+    )
+
+    golden: dict[str, Any] = {"files": PIXTRAL, "pixels": [], "sizes": []}
+    for file, settings in PIXTRAL.items():
+        merge = MERGES[file]
+        processor: Any = PixtralImageProcessorPil(**settings)
+        patch = {"pixtral": 16, "mistral3": 14}[file]
+        block, whole = patch * merge, settings["size"]["longest_edge"]
+
+        def size_of(width: int, height: int, edge: int, block: int = block) -> Any:
+            blank: Any = np.broadcast_to(np.uint8(0), (3, height, width))
+            sides = (edge, edge), (block, block)
+            return get_resize_output_image_size(blank, *sides, "channels_first")
+
+        for limit in LIMITS:
+            for name, pixels in pictures.items():
+                edge = whole
+                height, width = size_of(pixels.shape[1], pixels.shape[0], edge)
+                # Each row of tokens ends with one that stands for its end.
+                while limit is not None and height // block * (width // block + 1) > limit:
+                    edge -= 1
+                    height, width = size_of(pixels.shape[1], pixels.shape[0], edge)
+                made = processor(
+                    [Image.fromarray(pixels)],
+                    size={"longest_edge": edge},
+                    patch_size={"height": block, "width": block},
+                    return_tensors="np",
+                )
+                values = made["pixel_values"][0]
+                assert values.shape == (3, height, width)
+                split = values.reshape(
+                    3, height // block, merge, patch, width // block, merge, patch
+                )
+                patches = split.transpose(1, 4, 2, 5, 0, 3, 6).reshape(-1, 3 * patch**2)
+                content = np.ascontiguousarray(patches, "<f4").tobytes()
+                golden["pixels"].append(
+                    {
+                        "name": name,
+                        "file": file,
+                        "max_tokens": limit,
+                        "grid": [height // patch, width // patch],
+                        "sha256": hashlib.sha256(content).hexdigest(),
+                    }
+                )
+        sizes = [size_of(size[0], size[1], whole)[::-1] for size in list_sizes()]
+        golden["sizes"].append(
+            {
+                "file": file,
+                "max_tokens": None,
+                "first": sizes[:20],
+                "sha256": hashlib.sha256(json.dumps(sizes).encode()).hexdigest(),
+            }
+        )
+    return golden
 
 
 if __name__ == "__main__":
