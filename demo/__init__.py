@@ -1,6 +1,7 @@
 """demo-chat, the tests' chat model: its weights in `chat/`, and how they were made and measured.
 
-`models.yaml` serves it, from the folder `chat/`. The rest makes that again, offline, in this order:
+`models.yaml` serves it, from the folder `chat/`. demo-vision in `vision/`, which reads images, is
+made in `seeing`. The rest makes demo-chat again, offline, in this order:
 
     phrasings/     how people ask: in training, and in the test
     wordings.py    phrasings drawn, filled, spelled out

@@ -47,12 +47,12 @@ def _softmax_vjp(primals: mx.array, cotangents: mx.array, outputs: mx.array) -> 
 
 
 @mx.custom_function
-def _silu(x: mx.array) -> mx.array:
+def silu(x: mx.array) -> mx.array:
     """x times its sigmoid."""
     return x / (1.0 + quick_exp(mx.minimum(-x, 80.0)))
 
 
-@_silu.vjp
+@silu.vjp
 def _silu_vjp(primals: mx.array, cotangents: mx.array, outputs: mx.array) -> mx.array:
     gate = 1.0 / (1.0 + quick_exp(mx.minimum(-primals, 80.0)))
     return cotangents * (gate + outputs * (1.0 - gate))
@@ -91,7 +91,7 @@ def hidden_states(model: Module, tokens: mx.array, positions: mx.array) -> mx.ar
     for layer in model.layers:
         x = x + _attend(layer.self_attn, layer.input_layernorm(x), cos, sin, mask)
         h = layer.post_attention_layernorm(x)
-        x = x + layer.mlp.down_proj(_silu(layer.mlp.gate_proj(h)) * layer.mlp.up_proj(h))
+        x = x + layer.mlp.down_proj(silu(layer.mlp.gate_proj(h)) * layer.mlp.up_proj(h))
     return cast(mx.array, model.model.norm(x))
 
 
@@ -103,7 +103,11 @@ def loss_at(
     targets: mx.array,
 ) -> mx.array:
     """Mean cross-entropy of `targets` at flat `places` (row × length + column) of the batch."""
-    hidden = hidden_states(model, tokens, positions)
+    return cross_entropy(model, hidden_states(model, tokens, positions), places, targets)
+
+
+def cross_entropy(model: Module, hidden: mx.array, places: mx.array, targets: mx.array) -> mx.array:
+    """Mean cross-entropy of `targets` at flat `places` of hidden states (batch, length, width)."""
     chosen = hidden.reshape(-1, hidden.shape[-1])[places]
     logits = model.model.embed_tokens.as_linear(chosen)
     top = mx.stop_gradient(logits.max(axis=-1, keepdims=True))
