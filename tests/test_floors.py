@@ -144,7 +144,7 @@ BUDGET: dict[str, int] = {
     "cli": 1545,
     "clock": 42,
     "doctor": 515,
-    "engine": 16296,
+    "engine": 16302,
     "errors": 268,
     "ids": 6,
     "jobs": 347,

@@ -59,7 +59,8 @@ export function takePictures(form, tell) {
   form.addEventListener("dragover", (event) => event.preventDefault());
   for (const [name, given] of [["paste", "clipboardData"], ["drop", "dataTransfer"]]) {
     form.addEventListener(name, (event) => {
-      if (!event[given].files.length) return;
+      // Office programs put a picture of a copied text beside the text.
+      if (!event[given].files.length || event[given].types.includes("text/plain")) return;
       event.preventDefault();
       add(event[given].files);
     });
@@ -68,9 +69,9 @@ export function takePictures(form, tell) {
   /** Return the pictures, which the form then has no more, and a message's content: them and its text. */
   async function take(words) {
     if (chosen.length && !isOffered()) throw new Error("This model reads no pictures: remove them, or choose another model.");
-    const parts = (await Promise.all(chosen.map(dataUrl))).map((url) => ({ type: "image_url", image_url: { url } }));
     const taken = chosen;
     show([]);
+    const parts = (await Promise.all(taken.map(dataUrl))).map((url) => ({ type: "image_url", image_url: { url } }));
     return [taken, parts.length ? [...parts, { type: "text", text: words }] : words];
   }
 

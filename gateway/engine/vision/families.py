@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -18,7 +18,12 @@ class Family:
     tower: re.Pattern[str]
     vision_type: str | None = None  # vision_config's model_type, if others are not supported
 
+    def is_in(self, names: Iterable[str]) -> bool:
+        """Return True if a checkpoint's arrays include a tower, and not only its projector."""
+        return any(self.tower.match(name) and _ENCODER.search(name) for name in names)
 
+
+_ENCODER: Final = re.compile(r"(visual|vision_tower)\.")
 _QWEN_TOWER: Final = re.compile(r"^(model\.visual|visual|vision_tower)\.")
 _DECLARED: Final = (
     Family(
@@ -63,7 +68,7 @@ def reads_images(folder: Path) -> bool:
         with (folder / "model.safetensors").open("rb") as content:
             length = int.from_bytes(content.read(8), "little")
             names = _object(content.read(min(length, _HEADER_BYTES)))
-    return any(map(family.tower.match, names))
+    return family.is_in(names)
 
 
 def family_of(config: Mapping[str, Any]) -> Family | None:

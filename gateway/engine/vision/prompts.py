@@ -95,7 +95,8 @@ class ImageFormat:
         return decoded
 
     def ids(self, image: Decoded) -> list[int]:
-        """Return an image's ids, which are a repeated id between the marks.
+        """Return an image's ids, which are a repeated id between the marks. A last row's end keeps
+        its own id, as it may be the prompt's last token, which the model reads as text.
 
         The id depends on the content and on a secret, so nobody can make two images with the same
         id.
@@ -103,7 +104,8 @@ class ImageFormat:
         digest = hmac.digest(self.secret, image.key, "sha256")[:_ID_BYTES]
         own = FIRST_IMAGE_ID + int.from_bytes(digest, "big")
         tokens = prod(self.patches.places(image.grid))
-        return [*self.marks.start, *[own] * tokens, *self.marks.end]
+        ends = self.marks.row_ends[1:]
+        return [*self.marks.start, *[own] * (tokens - len(ends)), *ends, *self.marks.end]
 
 
 def read_image_format(

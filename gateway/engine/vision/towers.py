@@ -22,9 +22,10 @@ from gateway.engine.vision.kinds import Tower, kind_of
 def tower_tensors(checkpoint: Checkpoint) -> dict[str, Tensor]:
     """Return a tower's arrays by name, none for an unsupported family."""
     family = family_of(checkpoint.config())
-    if family is None:
+    tensors = checkpoint.all_tensors()
+    if family is None or not family.is_in(tensors):
         return {}
-    named = checkpoint.all_tensors().items()
+    named = tensors.items()
     return {name: each for name, each in named if family.tower.match(name)}
 
 
@@ -49,9 +50,10 @@ def open_tower(
         )
     arrays = vision.arrange(arrays)
     quantization = config.get("quantization") or config.get("quantization_config") or {}
-    stated: Any = vision.arrange(
-        {family.tower.sub("", name): x for name, x in quantization.items()}
-    )
+    with checkpoint.blame("the quantization of its tower: "):
+        stated: Any = vision.arrange(
+            {family.tower.sub("", name): x for name, x in quantization.items()}
+        )
     tower: Any = vision.open()
     if device is Device.CPU and not is_packed:
         arrays = dequantize(checkpoint, arrays, stated)

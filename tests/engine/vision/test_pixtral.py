@@ -14,12 +14,21 @@ from gateway.engine.models.checkpoint import Checkpoint
 from gateway.engine.vision import parts
 from gateway.engine.vision.families import reads_images
 from gateway.engine.vision.reading import Row
-from gateway.engine.vision.towers import open_tower
+from gateway.engine.vision.towers import open_tower, tower_tensors
 from gateway.errors import ModelLoadFailed
 from gateway.jobs.images import FIRST_IMAGE_ID
 from tests.engine.generation.harness import answers
 from tests.engine.vision.golden import Arrays, Opened, encode, read_tower, rewrite, run
-from tests.engine.vision.harness import CAT, DOG, alone, open_seeing, paint, see, write_seeing
+from tests.engine.vision.harness import (
+    CAT,
+    DOG,
+    alone,
+    open_seeing,
+    paint,
+    see,
+    sight_of,
+    write_seeing,
+)
 from tests.golden_vision import BREAK, END, cases, merge_of, reference_logits, write_model
 
 CASES = ("mistral3", "ministral3", "pixtral")
@@ -178,13 +187,15 @@ def test_weights_in_bfloat16_give_nearly_the_same(tmp_path: Path, name: str) -> 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_prompt_has_the_tokens_of_transformers_around_rows(tmp_path: Path, name: str) -> None:
-    """All ids of an image stand for its content, those of its rows' ends too."""
+    """Ids of an image stand for its content, those of its rows' ends too, but for the last."""
     engine = open_seeing(write_seeing(name, tmp_path / "model"))
     [params] = engine.prepare(see("What is @?", CAT))
     [span] = params.images
     rows, columns = (each // merge_of(cases()[name].config) for each in span.grid)
     assert span.tokens == rows * (columns + 1)
-    assert {each >= FIRST_IMAGE_ID for each in params.prompt[span.start : span.end]} == {True}
+    *own, last = params.prompt[span.start : span.end]
+    assert {each >= FIRST_IMAGE_ID for each in own} == {True}
+    assert last == END
     assert params.prompt[span.end] == engine.prepare(see("What is ?"))[0].prompt[span.start]
     features = run(_encoded(engine, params))
     ends = engine._sight._decoder.embed([*[BREAK] * (rows - 1), END])  # type: ignore[union-attr]
@@ -247,3 +258,42 @@ def test_a_processor_with_other_patches_than_the_tower_is_refused(tmp_path: Path
     (folder / "processor_config.json").write_text(json.dumps({"patch_size": 8}), "utf-8")
     with pytest.raises(ModelLoadFailed, match="patch_size"):
         load_generation(folder, name="tiny", device=Device.CPU, image_sandbox=paint)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_image_may_end_a_prompt(tmp_path: Path, name: str) -> None:
+    """Its last token is read as text is, at the beginning of decoding."""
+    folder = write_seeing(name, tmp_path / "model")
+    bare = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    (folder / "chat_template.jinja").write_text(bare, "utf-8")
+    engine = open_seeing(folder)
+    job = see("a@", CAT)
+    [told] = alone(engine, job)
+    [params] = engine.prepare(job)
+    assert params.images[0].end == len(params.prompt)
+    sight = sight_of(engine)
+    images = sight.begin(params)
+    assert images is not None
+    for _ in sight.encode([(images, 0)]):
+        pass
+    context = [*sight.tokens(params.prompt), *told.ids]
+    logits = sight._decoder(mx.array([context]), [images.row], [0])[0]
+    likeliest: Any = mx.argmax(logits[len(params.prompt) - 1 : -1], axis=-1).tolist()
+    assert told.ids == likeliest
+    engine.close()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_projector_without_a_tower_is_no_tower(tmp_path: Path, name: str) -> None:
+    folder = write_seeing(name, tmp_path / "model")
+    assert reads_images(folder)
+    rewrite(folder, lambda arrays: {k: v for k, v in arrays.items() if "vision_tower" not in k})
+    assert not reads_images(folder)
+    assert not tower_tensors(Checkpoint("tiny", folder))
+
+
+def test_quantization_that_names_an_array_is_refused(tmp_path: Path) -> None:
+    stated = {"group_size": 32, "bits": 8, "vision_tower.patch_conv.weight": {"bits": 8}}
+    folder = write_model("pixtral", tmp_path, quantization=stated)
+    with pytest.raises(ModelLoadFailed, match="the quantization of its tower"):
+        read_tower(folder)
