@@ -15,7 +15,6 @@ import typer
 
 from gateway.cli import lazy
 from gateway.cli.terminal import show
-from gateway.engine.vision.families import FAMILIES
 from gateway.logs import human_bytes
 from gateway.registry import Facts, LayersKept, read_facts
 from gateway.serving.budget import LEAST_PREFIXES, bound_prefixes
@@ -109,7 +108,7 @@ def fit(name: str, kind: str, facts: Facts, memory_bytes: int, settings: Setting
             prefix_bytes = bound_prefixes(lazy.limits.prefix_share(memory_bytes), room, kv_bytes)
     is_whole = context in (0, facts.context)
     verified = lazy.verified_by({"model_type": facts.architecture})
-    sees = facts.images if facts.architecture in FAMILIES else False
+    sees = facts.images if facts.architecture in lazy.FAMILIES else False
     return Fit(
         name, kind, weights, context, is_whole, kv_bytes, prefix_bytes, token_bytes, verified, sees
     )

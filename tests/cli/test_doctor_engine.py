@@ -83,7 +83,8 @@ def test_a_model_with_a_vision_tower_reads_an_image(
     source = "kind: chat, source: 'path:tiny', images: "
     file = f"version: 1\nmodels:\n  sees: {{{source}true}}\n  blind: {{{source}false}}\n"
     (tmp_path / "models.yaml").write_text(file)
-    done = inside(tmp_path, "doctor", "--engine", "--json")
+    named = ("--model", "blind", "--model", "sees")
+    done = inside(tmp_path, "doctor", "--engine", "--json", *named)
     assert done.returncode == 0, done.stdout
     blind, sees = json.loads(done.stdout)["models"]
     assert (blind["model"], _states(blind)["images"]) == ("blind", "skip")
