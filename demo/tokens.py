@@ -63,7 +63,14 @@ def train_tokenizer(texts: Sequence[str], size: int) -> Tokenizer:
     return tokenizer
 
 
-def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
+def save_tokenizer(
+    tokenizer: Tokenizer,
+    folder: Path,
+    *,
+    special: Sequence[str] = _SPECIAL,
+    context: int = CONTEXT,
+    template: str = _TEMPLATE,
+) -> None:
     """Write tokenizer.json, tokenizer_config.json and chat_template.jinja."""
     tokenizer.save(str(folder / "tokenizer.json"))
     config: dict[str, Any] = {
@@ -71,13 +78,13 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
         "bos_token": BEGIN,
         "eos_token": END,
         "pad_token": PAD,
-        "additional_special_tokens": [t for t in _SPECIAL if t not in (BEGIN, END, PAD)],
-        "model_max_length": CONTEXT,
+        "additional_special_tokens": [t for t in special if t not in (BEGIN, END, PAD)],
+        "model_max_length": context,
         "clean_up_tokenization_spaces": False,
         "add_bos_token": False,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
-    (folder / "chat_template.jinja").write_text(_TEMPLATE, "utf-8")
+    (folder / "chat_template.jinja").write_text(template, "utf-8")
 
 
 class Template:

@@ -14,7 +14,8 @@ from tokenizers import Tokenizer
 from demo.seeing.drawing import SIDE, Scene, paint
 from demo.seeing.forward import GRID, MERGE, TOKENS, as_patches, places, rotations
 from demo.seeing.questions import Question, scene_for
-from demo.seeing.tokens import ASSISTANT, BEGIN, CLOSE, END, IMAGE, OPEN, PAD, USER
+from demo.seeing.tokens import CLOSE, IMAGE, OPEN, USER
+from demo.tokens import ASSISTANT, BEGIN, END, PAD
 from gateway.engine.vision.layout import lay_out
 from gateway.engine.vision.patches import QwenPatches
 

@@ -1,13 +1,15 @@
 """demo-vision's tokenizer and chat template, as transformers reads them."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-PAD, BEGIN, END, USER, ASSISTANT = "<|pad|>", "<|begin|>", "<|end|>", "<|user|>", "<|assistant|>"
+from demo import tokens
+from demo.tokens import ASSISTANT, BEGIN, END, PAD
+
+USER: Final = "<|user|>"
 IMAGE, OPEN, CLOSE = "<|image|>", "<|picture|>", "<|/picture|>"
 CONTEXT: Final = 2048
 _SPECIAL: Final = (PAD, BEGIN, END, "<|system|>", USER, ASSISTANT, IMAGE, OPEN, CLOSE)
@@ -55,16 +57,4 @@ def train_tokenizer(texts: Sequence[str]) -> Tokenizer:
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     """Write tokenizer.json, tokenizer_config.json and chat_template.jinja."""
-    tokenizer.save(str(folder / "tokenizer.json"))
-    config: dict[str, Any] = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": BEGIN,
-        "eos_token": END,
-        "pad_token": PAD,
-        "additional_special_tokens": [t for t in _SPECIAL if t not in (BEGIN, END, PAD)],
-        "model_max_length": CONTEXT,
-        "clean_up_tokenization_spaces": False,
-        "add_bos_token": False,
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
-    (folder / "chat_template.jinja").write_text(TEMPLATE, "utf-8")
+    tokens.save_tokenizer(tokenizer, folder, special=_SPECIAL, context=CONTEXT, template=TEMPLATE)

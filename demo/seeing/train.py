@@ -27,17 +27,8 @@ from demo.seeing.batches import Batch, Batches
 from demo.seeing.drawing import SIDE
 from demo.seeing.forward import GRID, MERGE, Seeing, loss_at
 from demo.seeing.questions import sample_texts
-from demo.seeing.tokens import (
-    BEGIN,
-    CLOSE,
-    CONTEXT,
-    END,
-    IMAGE,
-    OPEN,
-    PAD,
-    save_tokenizer,
-    train_tokenizer,
-)
+from demo.seeing.tokens import CLOSE, CONTEXT, IMAGE, OPEN, save_tokenizer, train_tokenizer
+from demo.tokens import BEGIN, END, PAD
 from gateway.engine.vision.patches import QwenPatches
 from gateway.engine.vision.qwen import QwenVision
 

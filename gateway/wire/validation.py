@@ -293,8 +293,8 @@ _GOT = {
 
 def _bad_request(errors: Sequence[ErrorDetails]) -> BadRequest:
     param = _path(errors[0]["loc"])
-    # A union has an error for each branch. The deepest one is told, and among equally deep ones
-    # one that is not about a wrong type.
+    # A union has an error for each branch. The deepest error says most, and of two equally deep
+    # errors the one that is not about a type.
     of_one_field = [error for error in errors if _path(error["loc"]).startswith(param)]
     error = max(
         of_one_field, key=lambda each: (len(_steps(each["loc"])), each["type"] not in _EXPECTED)

@@ -361,6 +361,6 @@ class Roberta(Bert):
 
 def position_ids(tokens: mx.array, padding_id: int) -> mx.array:
     """Number each row's real tokens from padding_id + 1; padding tokens get padding_id."""
-    # As in transformers, a padding token inside a text isn't counted either.
+    # A padding token inside a text isn't counted either; transformers does the same.
     real = (tokens != padding_id).astype(mx.int32)
     return mx.cumsum(real, axis=1) * real + padding_id

@@ -259,8 +259,8 @@ class Gemma4Tower(PartedTower):
             embedded: mx.array = self.patch_embedder(patches[part], rows[part], columns[part])
             return embedded
 
-        def pool(part: slice) -> mx.array:
-            tokens = x[part].reshape(-1, self._merged, x.shape[-1]).astype(mx.float32)
+        def pool(x: mx.array) -> mx.array:
+            tokens = x.reshape(-1, self._merged, x.shape[-1]).astype(mx.float32)
             pooled = tokens.mean(axis=1).astype(x.dtype).astype(mx.float32)
             pooled = pooled * numbers.hidden_size**0.5
             if numbers.standardize:
@@ -269,11 +269,7 @@ class Gemma4Tower(PartedTower):
             projected: mx.array = self.embed_vision.embedding_projection(normed)
             return projected
 
-        x = yield from self._in_parts(len(patches), embed)
-        for layer in self.encoder.layers:
-            x = yield from self._pass_layer(layer, x, angles)
-        features = yield from self._in_parts(len(x), pool)
-        return features[:, None]
+        return self._encode_tokens(len(patches), embed, self.encoder.layers, angles, pool)
 
     @property
     def token_bytes(self) -> int:

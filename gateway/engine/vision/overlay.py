@@ -99,13 +99,15 @@ def _overlaid(cache: Any, make: Callable[..., Any], blocks: Blocks) -> Callable[
         # mlx-lm's caches end with the pass's tokens, and rows of the gateway's begin at place 0.
         lengths = getattr(cache, "lengths", None)
         known = np.full(rows, keys - width) if lengths is None else np.array(lengths.counts)
-        index = (
-            np.arange(keys) - known[:, None]
-        )  # (rows, keys): a key's index among the pass's tokens
+        # The keys among which each row has the pass's tokens, and their indices among those.
+        low, high = int(known.min()), min(keys, int(known.max()) + width)
+        index = np.arange(low, high) - known[:, None]
         inside = (index >= 0) & (index < width)
         of_keys = np.take_along_axis(blocks, np.clip(index, 0, width - 1), 1) * inside
         is_later = index[:, None] > np.arange(width)[:, None]
         seen = (of_keys[:, None] == blocks[..., None]) & (blocks[..., None] > 0) & is_later
-        return mask | mx.array(seen)[:, None]
+        mask = mx.broadcast_to(mask, (rows, 1, width, keys))
+        opened = mask[..., low:high] | mx.array(seen)[:, None]
+        return mx.concatenate([mask[..., :low], opened, mask[..., high:]], axis=-1)
 
     return make_mask

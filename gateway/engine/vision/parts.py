@@ -94,6 +94,21 @@ class PartedTower(Module):
             begin += count
         return mx.concatenate(outputs)
 
+    def _encode_tokens(
+        self,
+        count: int,
+        embed: Callable[[slice], mx.array],
+        layers: Sequence[Layer],
+        angles: Angles,
+        finish: Callable[[mx.array], mx.array],
+    ) -> Work:
+        """Embed `count` patches, pass them through the layers, and make a feature of each token."""
+        x = yield from self._in_parts(count, embed)
+        for layer in layers:
+            x = yield from self._pass_layer(layer, x, angles)
+        features = yield from self._in_parts(len(x), lambda part: finish(x[part]))
+        return features[:, None]
+
     def _in_parts(
         self,
         count: int,

@@ -244,12 +244,8 @@ class PixtralTower(PartedTower):
             embedded: mx.array = self.ln_pre(self.patch_conv(patches[part].astype(dtype)))
             return embedded
 
-        x = yield from self._in_parts(len(patches), embed)
-        for layer in self.transformer.layers:
-            x = yield from self._pass_layer(layer, x, angles)
-        project = self.multi_modal_projector
-        features = yield from self._in_parts(len(x), lambda part: project(x[part]))
-        return features[:, None]
+        layers, project = self.transformer.layers, self.multi_modal_projector
+        return self._encode_tokens(len(patches), embed, layers, angles, project)
 
     @property
     def token_bytes(self) -> int:

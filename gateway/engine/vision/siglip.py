@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Final
 
 import mlx.core as mx
+import numpy as np
 from mlx.nn.layers.activations import gelu_approx
 from mlx.nn.layers.base import Module
 from mlx.nn.layers.embedding import Embedding
@@ -18,7 +19,16 @@ from mlx.nn.layers.normalization import LayerNorm
 
 from gateway.engine.models.counts import MOST_WIDTH, text_config
 from gateway.engine.models.encoder_kernels import attend_by_numpy, gelu_by_numpy
-from gateway.engine.vision.parts import HELD, Angles, Grid, Kernel, PartedTower, Work, attend
+from gateway.engine.vision.parts import (
+    HELD,
+    Angles,
+    Grid,
+    Kernel,
+    PartedTower,
+    Work,
+    attend,
+    places,
+)
 from gateway.engine.vision.patches import CHANNELS
 
 _LAYER: Final = re.compile(r"^vision_tower\.(vision_model\.)?")
@@ -191,26 +201,22 @@ class SiglipTower(PartedTower):
 
         `patches`, (patches, values), are ordered by token.
         """
-        indices = _indices(grid, self.numbers.merge)
+        rows, columns = places(grid, self.numbers.merge)
+        indices = mx.array((rows * grid[1] + columns).astype(np.int32))
         angles = mx.zeros((len(patches), 0)), mx.zeros((len(patches), 0))
         embeddings = self.embeddings
 
         def embed(part: slice) -> mx.array:
-            places: mx.array = embeddings.position_embedding(indices[part])
             embedded: mx.array = embeddings.patch_embedding(patches[part].astype(self.dtype))
-            found: mx.array = embedded + places
+            found: mx.array = embedded + embeddings.position_embedding(indices[part])
             return found
 
-        def pool(part: slice) -> mx.array:
-            tokens = self.post_layernorm(x[part]).reshape(-1, self._merged, x.shape[-1])
+        def pool(x: mx.array) -> mx.array:
+            tokens = self.post_layernorm(x).reshape(-1, self._merged, x.shape[-1])
             features: mx.array = self.multi_modal_projector(tokens.mean(axis=1))
             return features
 
-        x = yield from self._in_parts(len(patches), embed)
-        for layer in self.encoder.layers:
-            x = yield from self._pass_layer(layer, x, angles)
-        features = yield from self._in_parts(len(x), pool)
-        return features[:, None]
+        return self._encode_tokens(len(patches), embed, self.encoder.layers, angles, pool)
 
     @property
     def token_bytes(self) -> int:
@@ -221,10 +227,3 @@ class SiglipTower(PartedTower):
     @property
     def dtype(self) -> mx.Dtype:
         return self.post_layernorm.weight.dtype
-
-
-def _indices(grid: Grid, merge: int) -> mx.array:
-    """Return each patch's number in rows of patches, ordered by token."""
-    rows, columns = grid
-    shape = rows // merge, merge, columns // merge, merge
-    return mx.arange(rows * columns).reshape(shape).transpose(0, 2, 1, 3).reshape(-1)

@@ -19,11 +19,12 @@ from gateway.engine.vision.layout import Layout, lay_out
 from gateway.engine.vision.parts import Work
 from gateway.engine.vision.reading import QwenDecoder, Row, SeeingDecoder
 from gateway.engine.vision.towers import open_tower
-from tests.golden_vision import BREAK, END, IMAGE, Case, merge_of
+from tests.golden_vision import BREAK, END, IMAGE, Case, cases, merge_of, reference_logits
 
 T = TypeVar("T")
 Arrays = dict[str, NDArray[Any]]
 WHOLE = 1000  # tokens, more than any prompt here has
+CLOSE = 1e-4  # in standard deviations of the logits: 2e-4 at a spread of 2
 
 
 def run(steps: Generator[None, None, T]) -> T:
@@ -39,6 +40,18 @@ def run(steps: Generator[None, None, T]) -> T:
 def read_tower(folder: Path, dtype: str | None = None, *, is_packed: bool = False) -> Any:
     checkpoint = Checkpoint("tiny", folder)
     return run(open_tower(checkpoint, device=Device.CPU, dtype=dtype, is_packed=is_packed))
+
+
+def reference(opened: "Opened") -> Any:
+    """Return transformers' logits of an opened case."""
+    [name] = [name for name, case in cases().items() if case is opened.case]
+    return reference_logits(name)
+
+
+def apart(logits: Any, right: Any) -> float:
+    """Return the largest difference, in standard deviations of the right logits."""
+    right = np.array(right)
+    return float(np.abs(np.array(logits) - right).max() / right.std())
 
 
 def encode(tower: Tower, case: Case) -> list[mx.array]:

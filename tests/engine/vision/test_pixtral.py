@@ -18,7 +18,17 @@ from gateway.engine.vision.towers import open_tower, tower_tensors
 from gateway.errors import ModelLoadFailed
 from gateway.jobs.images import FIRST_IMAGE_ID
 from tests.engine.generation.harness import answers
-from tests.engine.vision.golden import Arrays, Opened, encode, read_tower, rewrite, run
+from tests.engine.vision.golden import (
+    CLOSE,
+    Arrays,
+    Opened,
+    apart,
+    encode,
+    read_tower,
+    reference,
+    rewrite,
+    run,
+)
 from tests.engine.vision.harness import (
     CAT,
     DOG,
@@ -32,7 +42,6 @@ from tests.engine.vision.harness import (
 from tests.golden_vision import BREAK, END, cases, merge_of, reference_logits, write_model
 
 CASES = ("mistral3", "ministral3", "pixtral")
-CLOSE = 1e-4  # in standard deviations of the logits
 PARTS = ("vision_tower.", "multi_modal_projector.")
 
 
@@ -40,17 +49,6 @@ PARTS = ("vision_tower.", "multi_modal_projector.")
 def opened(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Opened:
     name = request.param
     return Opened.open(write_model(name, tmp_path_factory.mktemp(name)), cases()[name])
-
-
-def reference(opened: Opened) -> Any:
-    [name] = [name for name, case in cases().items() if case is opened.case]
-    return reference_logits(name)
-
-
-def apart(logits: Any, right: Any) -> float:
-    """Return the largest difference, in standard deviations of the right logits."""
-    right = np.array(right)
-    return float(np.abs(np.array(logits) - right).max() / right.std())
 
 
 def test_all_cases_are_tested() -> None:

@@ -22,13 +22,23 @@ from gateway.engine.vision.reading import Row
 from gateway.engine.vision.towers import open_tower
 from gateway.errors import BadRequest, ModelLoadFailed
 from tests.engine.generation.harness import answers
-from tests.engine.vision.golden import Arrays, Opened, encode, layout, read_tower, rewrite, run
+from tests.engine.vision.golden import (
+    CLOSE,
+    Arrays,
+    Opened,
+    apart,
+    encode,
+    layout,
+    read_tower,
+    reference,
+    rewrite,
+    run,
+)
 from tests.engine.vision.harness import CAT, paint, see, write_seeing
 from tests.golden_vision import cases, draw_patches, reference_logits, write_model
 
 CASES = ("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl")
 DENSE = ("qwen3_5", "qwen3_vl", "qwen2_5_vl")
-CLOSE = 1e-4  # in standard deviations of the logits: 2e-4 at a spread of 2
 TOWER = "visual."  # in the names of transformers' two layouts
 PACKED = {"group_size": 32, "bits": 8}
 # A layer with numbers of its own.
@@ -39,17 +49,6 @@ FINER = dict.fromkeys(CASES, "blocks.0.mlp.linear_fc1") | {"qwen2_5_vl": "blocks
 def opened(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Opened:
     name = request.param
     return Opened.open(write_model(name, tmp_path_factory.mktemp(name)), cases()[name])
-
-
-def reference(opened: Opened) -> Any:
-    [name] = [name for name, case in cases().items() if case is opened.case]
-    return reference_logits(name)
-
-
-def apart(logits: Any, right: Any) -> float:
-    """Return the largest difference, in standard deviations of the right logits."""
-    right = np.array(right)
-    return float(np.abs(np.array(logits) - right).max() / right.std())
 
 
 def test_all_cases_are_tested() -> None:
