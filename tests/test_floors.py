@@ -138,7 +138,7 @@ INSIDE: dict[str, dict[str, set[str]]] = {
 # shrinks lowers its budget; only the commit that says why raises one.
 BUDGET: dict[str, int] = {
     "__main__": 2,
-    "api": 2924,
+    "api": 2931,
     "app": 1603,
     "bench": 302,
     "cli": 1546,
@@ -155,7 +155,7 @@ BUDGET: dict[str, int] = {
     "server": 296,
     "serving": 4766,
     "settings": 372,
-    "wire": 3950,
+    "wire": 3969,
 }
 PACKAGES = sorted(file.parent for file in GATEWAY.rglob("__init__.py"))
 # A line of a map: names, two spaces or more, and what they are.
