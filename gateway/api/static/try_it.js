@@ -104,10 +104,12 @@ on("chat", async (result, elapsed) => {
   const { turn, thought, words } = addTurn("assistant");
   writing = new AbortController();
   stop.hidden = false;
-  let [answer, usage, timings, firstS] = ["", null, null, null];
+  let [answer, usage, timings, firstS, leftOut] = ["", null, null, null, 0];
   try {
     const body = { model: model.value, messages, stream: true, stream_options: { include_usage: true } };
-    for await (const event of events("v1/chat/completions", body, { signal: writing.signal })) {
+    const given = { "x-gateway-leave-out-images": "true" }; // of earlier turns, if the model reads none
+    const note = (headers) => (leftOut = Number(headers.get("x-gateway-images-left-out")));
+    for await (const event of events("v1/chat/completions", body, { signal: writing.signal, given, note })) {
       usage = event.usage ?? usage;
       timings = event.timings ?? timings;
       const delta = event.choices[0]?.delta ?? {};
@@ -120,7 +122,7 @@ on("chat", async (result, elapsed) => {
         if (isAtEnd) turns.scrollTop = turns.scrollHeight;
       }
     }
-    say(result, describe(usage, timings, firstS, elapsed()));
+    say(result, describe(usage, timings, firstS, elapsed(), leftOut));
   } catch (error) {
     if (!writing.signal.aborted) {
       if (!answer) turn.remove();
@@ -134,14 +136,16 @@ on("chat", async (result, elapsed) => {
   }
 });
 
-function describe(usage, timings, firstS, totalS) {
+function describe(usage, timings, firstS, totalS, leftOut) {
   if (!usage) return "";
   const { completion_tokens: written, prompt_tokens: readTokens } = usage;
   const decodeS = (timings?.decode_ms ?? 0) / 1000;
   const parts = [`${integer(readTokens)} prompt tokens, ${integer(written)} completion tokens`];
   if (firstS != null) parts.push(`first token after ${seconds(firstS)}`);
   if (decodeS > 0 && written > 1) parts.push(`${decimal((written - 1) / decodeS)} tokens/s`);
-  return `${parts.join(" · ")} · ${seconds(totalS)} in total`;
+  parts.push(`${seconds(totalS)} in total`);
+  if (leftOut) parts.push(`pictures of earlier turns left out, as this model reads text: ${leftOut}`);
+  return parts.join(" · ");
 }
 
 stop.addEventListener("click", () => writing?.abort());
