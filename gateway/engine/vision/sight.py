@@ -45,7 +45,8 @@ class Sight:
     @property
     def cost(self) -> ImageCost:
         whole = self._preprocessing.most_tokens if self._decoder.keeps_whole else 0
-        return ImageCost(self._tower.token_bytes, self._kept.most_bytes, whole)
+        kept = self._kept.most_bytes
+        return ImageCost(self._tower.token_bytes, kept, whole, self._decoder.window)
 
     @property
     def nbytes(self) -> int:
