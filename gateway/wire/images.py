@@ -31,6 +31,11 @@ _IMAGE_FIELDS: Final[Mapping[str, Any]] = {
 }
 _HEADER = re.compile(r"data:[^,]{0,1024};base64,", re.IGNORECASE)
 _BLANKS = " \t\n\v\f\r"
+# Base64 in one piece or in lines, with any escapes of JSON inside JSON: the longest words of texts,
+# paths and hashes are shorter.
+_LETTERS = r"[A-Za-z0-9+/_=\\-]"
+_LINES = rf"{_LETTERS}{{40,}}(?:\s{{1,4}}{_LETTERS}{{40,}}){{3,}}"
+_BASE64 = re.compile(rf"(?<!{_LETTERS})(?:{_LETTERS}{{160,}}|{_LINES})")
 # The base64 digits, a multiple of four, to decode at once: the decoder holds the GIL.
 _SLICE = 1 << 20
 _TAG_KEY = secrets.token_bytes(32)
@@ -172,15 +177,19 @@ def _detail(fields: Mapping[str, Any], place: str) -> Detail:
 
 
 def hide_images(value: Any) -> Any:
-    """Return a request's fields for a log, with a summary in place of each image."""
+    """Return a request's fields for a log, with a summary in place of images and other base64."""
     if isinstance(value, list | tuple):
         return [hide_images(each) for each in value]
     if isinstance(value, dict):
         kind = value.get("type")
         if isinstance(kind, str) and kind in IMAGE_TYPES:
             return _summary(max(_texts(value), key=len, default=""))
-        return {name: hide_images(each) for name, each in value.items()}
-    return _summary(value) if isinstance(value, str) and _HEADER.match(value) else value
+        return {hide_images(name): hide_images(each) for name, each in value.items()}
+    if not isinstance(value, str):
+        return value
+    if _HEADER.match(value):
+        return _summary(value)
+    return _BASE64.sub(lambda found: _summary(found[0], "base64"), value)
 
 
 def _texts(value: Any) -> Iterator[str]:
@@ -191,12 +200,12 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(each)
 
 
-def _summary(text: str) -> str:
+def _summary(text: str, kind: str = "image") -> str:
     header = _HEADER.match(text)
     source = _Source(text, header.end() if header is not None else 0)
     # Without the key, the hash would reveal a known picture.
     tag = blake2b(text[source.start :].encode(), digest_size=4, key=_TAG_KEY).hexdigest()
-    return f"<image {source.nbytes:,} bytes, tag {tag}>"
+    return f"<{kind} {source.nbytes:,} bytes, tag {tag}>"
 
 
 def _sender(turn: Part) -> str | None:
