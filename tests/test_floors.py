@@ -155,7 +155,7 @@ BUDGET: dict[str, int] = {
     "server": 296,
     "serving": 4772,
     "settings": 372,
-    "wire": 3976,
+    "wire": 3975,
 }
 PACKAGES = sorted(file.parent for file in GATEWAY.rglob("__init__.py"))
 # A line of a map: names, two spaces or more, and what they are.

@@ -14,7 +14,6 @@ from gateway.jobs.images import Detail, ImageInput, ImageRefused
 from gateway.wire.validation import IMAGE_TYPES, P, Part, Skipped, part_fields
 
 LEFT_OUT = {"type": "text", "text": "[image left out: this model reads text]"}
-_SYSTEM = ("system", "developer")
 _READ = ("user", "tool", "function")  # roles whose images are read
 _DETAILS: Final[Mapping[object, Detail]] = {
     "low": "low",
