@@ -8,13 +8,8 @@ from mlx.nn.layers.quantized import quantize
 from mlx.utils import tree_flatten
 
 from gateway.engine.device import Device, pick_dtype
-from gateway.engine.models.checkpoint import (
-    Checkpoint,
-    Tensor,
-    dequantize,
-    fit_weights,
-    read_in_slices,
-)
+from gateway.engine.models.checkpoint import Checkpoint, dequantize, fit_weights, read_in_slices
+from gateway.engine.models.folder import Tensor
 from gateway.engine.vision.families import family_of
 from gateway.engine.vision.kinds import Tower, kind_of
 
