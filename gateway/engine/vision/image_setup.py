@@ -3,58 +3,17 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Any, Final
 
 from gateway.engine.models.counts import text_config
 from gateway.engine.models.folder import Folder, Tensor
 from gateway.engine.vision.families import Family, family_of
 from gateway.engine.vision.gemma_patches import GemmaPatches, read_gemma3, read_gemma4
-from gateway.engine.vision.patches import read_pixtral, read_qwen
-from gateway.engine.vision.tower_numbers import TowerNumbers, read_numbers
+from gateway.engine.vision.patches import Patches, read_pixtral, read_qwen
+from gateway.engine.vision.tower_numbers import read_numbers
 from gateway.errors import ModelLoadFailed
 
 _EMBEDDINGS: Final = "embed_tokens.weight"
-
-
-class Preprocessing(Protocol):
-    """The image settings of a checkpoint."""
-
-    @property
-    def patch(self) -> int:
-        """Return a patch's pixels per side."""
-
-    @property
-    def merge(self) -> int:
-        """Return a token's patches per side."""
-
-    @property
-    def frames(self) -> int: ...
-
-    @property
-    def resample(self) -> str: ...
-
-    @property
-    def most_tokens(self) -> int:
-        """Return the most tokens of an image."""
-
-    def size(self, width: int, height: int, max_tokens: int | None = None) -> tuple[int, int]:
-        """Return the width and height to decode an image to."""
-
-    def grid(self, width: int, height: int) -> tuple[int, int]:
-        """Return the rows and columns of patches."""
-
-    def tokens(self, width: int, height: int) -> int: ...
-
-    def pixels(self, grid: tuple[int, int]) -> tuple[int, int]:
-        """Return the rows and columns of pixels."""
-
-    def places(self, grid: tuple[int, int]) -> tuple[int, int]:
-        """Return the rows and columns of tokens."""
-
-    def to_patches(self, rgb: NDArray[np.uint8]) -> NDArray[np.float32]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +32,11 @@ class Marks:
 class ImageSetup:
     """How a model reads images."""
 
-    family: Family
-    numbers: TowerNumbers
-    patches: Preprocessing
+    patches: Patches
     marks: Marks
 
 
-_PATCHES: Final[Mapping[str, Callable[[Folder], Preprocessing]]] = {
+_PATCHES: Final[Mapping[str, Callable[[Folder], Patches]]] = {
     "qwen3": read_qwen,
     "qwen2_5": read_qwen,
     "mistral": read_pixtral,
@@ -115,7 +72,7 @@ def read_image_setup(files: Folder) -> ImageSetup:
     with files.reading_config():
         numbers.check_fit(patches.patch, patches.merge, patches.frames, side)
         marks = _read_marks(files, family)
-    return ImageSetup(family, numbers, patches, marks)
+    return ImageSetup(patches, marks)
 
 
 def _read_marks(files: Folder, family: Family) -> Marks:

@@ -47,6 +47,15 @@ class Patches:
     scale: float  # multiplies a byte before the mean is subtracted
     resample: str
 
+    @property
+    def most_tokens(self) -> int:
+        """Return the most tokens of an image."""
+        raise NotImplementedError
+
+    def size(self, width: int, height: int, max_tokens: int | None = None) -> tuple[int, int]:
+        """Return the width and height to decode an image to."""
+        raise NotImplementedError
+
     def grid(self, width: int, height: int) -> tuple[int, int]:
         """Return the rows and columns of patches."""
         return height // self.patch, width // self.patch

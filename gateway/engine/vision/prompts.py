@@ -11,7 +11,8 @@ from typing import Final
 from gateway.engine.models.checkpoint import Checkpoint
 from gateway.engine.sandbox_worker import Sandbox
 from gateway.engine.vision.features import Recent
-from gateway.engine.vision.image_setup import Marks, Preprocessing, has_tower, read_image_setup
+from gateway.engine.vision.image_setup import Marks, has_tower, read_image_setup
+from gateway.engine.vision.patches import Patches
 from gateway.engine.vision.pictures import decode, measure
 from gateway.errors import BadRequest, ContextLengthExceeded, ModelLoadFailed
 from gateway.jobs.images import FIRST_IMAGE_ID, Detail, ImageInput, ImageSpan
@@ -55,7 +56,7 @@ class _Plan:
 class ImageFormat:
     """A model's preparation of images, and their tokens in a prompt."""
 
-    patches: Preprocessing
+    patches: Patches
     marks: Marks
     sandbox: Sandbox
     max_context: int

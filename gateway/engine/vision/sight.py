@@ -10,8 +10,9 @@ import numpy as np
 from gateway.engine.device import evaluate
 from gateway.engine.models.decoders import parameters
 from gateway.engine.vision.features import Images, Recent, SeenSequence
-from gateway.engine.vision.image_setup import Marks, Preprocessing
+from gateway.engine.vision.image_setup import Marks
 from gateway.engine.vision.kinds import Tower, kind_of
+from gateway.engine.vision.patches import Patches
 from gateway.engine.vision.reading import Row, SeeingDecoder
 from gateway.jobs.images import FIRST_IMAGE_ID, ImageSpan
 from gateway.jobs.steps import ImageCost, SequenceParams
@@ -28,7 +29,7 @@ class Sight:
         model: Any,
         tower: Tower,
         config: dict[str, Any],
-        preprocessing: Preprocessing,
+        preprocessing: Patches,
         marks: Marks,
         most_bytes: int = FEATURE_BYTES,
     ) -> None:

@@ -24,7 +24,6 @@ _QWEN_SIZES: Final = {
     **_SIZES,
     "layers": "depth",
     "heads": "num_heads",
-    "output": "out_hidden_size",
     "merge": "spatial_merge_size",
     "frames": "temporal_patch_size",
     "channels": "in_channels",
@@ -95,7 +94,7 @@ def _read_qwen3(config: Config) -> TowerNumbers:
     """Read the numbers of Qwen3-VL and Qwen3.5 to 3.8. Raises KeyError and ValueError."""
     vision, text = config["vision_config"], text_config(config)
     names = {**_QWEN_SIZES, "positions": "num_position_embeddings"}
-    sizes = _read_sizes(vision, names, _QWEN_DEFAULTS)
+    sizes = _read_tower(config, names, _QWEN_DEFAULTS)
     deepstack = _read_layers(vision, "deepstack_visual_indexes", sizes["layers"])
     if math.isqrt(sizes["positions"]) ** 2 != sizes["positions"]:
         raise ValueError("num_position_embeddings of vision_config is no square")
@@ -109,7 +108,7 @@ def _read_qwen2_5(config: Config) -> TowerNumbers:
     """Read the numbers of Qwen2.5-VL. Raises KeyError and ValueError."""
     vision = config["vision_config"]
     names = {**_QWEN_SIZES, "window": "window_size"}
-    sizes = _read_sizes(vision, names, {**_QWEN_DEFAULTS, "window_size": 112})
+    sizes = _read_tower(config, names, {**_QWEN_DEFAULTS, "window_size": 112})
     full = _read_layers(vision, "fullatt_block_indexes", sizes["layers"])
     if not full:
         raise ValueError("fullatt_block_indexes of vision_config name no layers")
@@ -129,12 +128,14 @@ def _read_pixtral(config: Config) -> TowerNumbers:
     name = "vision_feature_select_strategy"
     _read_choice(config, name, "full", default="default" if is_llava else "full")
     _read_choice(text, "model_type", *_TEXT_TYPES)
-    sizes = _read_sizes(vision, {**_SIZES, "channels": "num_channels"}, _PIXTRAL_DEFAULTS)
-    merge = _read_sizes(config, {"merge": "spatial_merge_size"}, {"spatial_merge_size": 2})
+    sizes = _read_tower(config, {**_SIZES, "channels": "num_channels"}, _PIXTRAL_DEFAULTS)
+    merge = {"merge": 1}
+    if is_merging:
+        merge = _read_sizes(config, {"merge": "spatial_merge_size"}, {"spatial_merge_size": 2})
     return TowerNumbers(
-        **{**sizes, "merge": merge["merge"] if is_merging else 1},
+        **sizes,
+        **merge,
         head=_divide(sizes, 4),
-        output=_read_sizes(text, {"output": "hidden_size"})["output"],
         activation=_read_choice(vision, "hidden_act", "gelu", "silu", "gelu_pytorch_tanh"),
         theta=_read_theta(vision, 10000.0),
         eps=_read_number(text, "rms_norm_eps") if is_merging else 1e-5,
@@ -146,7 +147,7 @@ def _read_pixtral(config: Config) -> TowerNumbers:
 def _read_gemma3(config: Config) -> TowerNumbers:
     """Read the numbers of Gemma 3. Raises KeyError and ValueError."""
     vision = config["vision_config"]
-    sizes = _read_sizes(vision, {**_SIZES, "side": "image_size"})
+    sizes = _read_tower(config, {**_SIZES, "side": "image_size"})
     tokens = _read_sizes(config, {"n": "mm_tokens_per_image"}, {"mm_tokens_per_image": 256})["n"]
     columns = sizes["side"] // sizes["patch"]  # of patches
     if columns < math.isqrt(tokens):
@@ -155,7 +156,6 @@ def _read_gemma3(config: Config) -> TowerNumbers:
         **sizes,
         head=_divide(sizes, 1),
         merge=columns // math.isqrt(tokens),
-        output=_read_sizes(text_config(config), {"output": "hidden_size"})["output"],
         positions=columns**2,
         activation=_read_choice(vision, "hidden_act", "gelu_pytorch_tanh"),
         theta=0.0,  # positions are learned
@@ -172,7 +172,7 @@ def _read_gemma4(config: Config) -> TowerNumbers:
         "merge": "pooling_kernel_size",
         "positions": "position_embedding_size",
     }
-    sizes = _read_sizes(vision, names)
+    sizes = _read_tower(config, names)
     if sizes["head"] % 4:
         raise ValueError("head_dim of vision_config is no multiple of 4")
     if SOFT_TOKENS[-1] * sizes["merge"] > sizes["positions"]:
@@ -180,7 +180,6 @@ def _read_gemma4(config: Config) -> TowerNumbers:
     _read_choice(vision, "num_key_value_heads", sizes["heads"])
     return TowerNumbers(
         **sizes,
-        output=_read_sizes(text_config(config), {"output": "hidden_size"})["output"],
         activation=_read_choice(vision, "hidden_activation", "gelu_pytorch_tanh"),
         theta=_read_theta(vision, 100.0),
         eps=_read_number(vision, "rms_norm_eps", 1e-6),
@@ -211,11 +210,7 @@ def read_numbers(config: Config, family: Family) -> TowerNumbers:
 
 def _make_qwen(config: Config, sizes: dict[str, Any], **more: Any) -> TowerNumbers:
     text = text_config(config)
-    if sizes["output"] != text["hidden_size"]:
-        raise ValueError(
-            f"out_hidden_size of vision_config is {sizes['output']}, and the decoder has "
-            f"{text['hidden_size']!r:.40}"
-        )
+    _read_choice(config["vision_config"], "out_hidden_size", text["hidden_size"])
     rope = text.get("rope_parameters") or text.get("rope_scaling")
     sections = rope.get("mrope_section") if isinstance(rope, Mapping) else None
     if not isinstance(sections, list) or [type(each) for each in sections] != [int] * 3:
@@ -223,6 +218,13 @@ def _make_qwen(config: Config, sizes: dict[str, Any], **more: Any) -> TowerNumbe
     theta = _read_theta(config["vision_config"], 10000.0)
     head = _divide(sizes, 4, "num_heads")
     return TowerNumbers(**sizes, head=head, theta=theta, eps=1e-6, **more)
+
+
+def _read_tower(
+    config: Config, names: Mapping[str, str], defaults: Config | None = None
+) -> dict[str, Any]:
+    output = _read_sizes(text_config(config), {"output": "hidden_size"})
+    return output | _read_sizes(config["vision_config"], names, defaults)
 
 
 def _read_sizes(

@@ -48,7 +48,7 @@ def of_transformers_4(arrays: Arrays) -> Arrays:
 
 
 @pytest.mark.parametrize("change", [of_mlx_vlm, of_transformers_4])
-def test_features_of_other_layouts_are_equal(
+def test_features_of_other_layouts_are_the_same(
     tmp_path: Path, name: str, change: Callable[[Arrays], Arrays]
 ) -> None:
     if change is of_transformers_4 and name != "gemma3":
@@ -57,7 +57,7 @@ def test_features_of_other_layouts_are_equal(
     expected = encode(read_tower(folder), name)
     rewrite(folder, change)
     for one, other in zip(encode(read_tower(folder), name), expected, strict=True):
-        assert mx.array_equal(one, other)
+        assert mx.abs(one - other).max() < 1e-4  # the size of parts follows their time
 
 
 def test_features_do_not_depend_on_the_size_of_parts(

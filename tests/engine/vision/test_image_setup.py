@@ -147,7 +147,7 @@ def test_a_towers_base_of_angles_is_read(
         folder = change(written[case], tmp_path / str(theta), *place, value=rope)
         found.append(encode(read_tower(folder), golden_vision.cases()[case])[0])
     [usual, *_] = encode(read_tower(written[case]), golden_vision.cases()[case])
-    assert mx.array_equal(found[0], usual)
+    assert mx.abs(found[0] - usual).max() < 1e-4
     assert mx.abs(found[1] - usual).max() > 0.01
 
 
