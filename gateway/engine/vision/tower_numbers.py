@@ -129,7 +129,7 @@ def _read_pixtral(config: Config) -> TowerNumbers:
     _read_choice(config, name, "full", default="default" if is_llava else "full")
     _read_choice(text, "model_type", *_TEXT_TYPES)
     sizes = _read_tower(config, {**_SIZES, "channels": "num_channels"}, _PIXTRAL_DEFAULTS)
-    merge = {"merge": 1}
+    merge: dict[str, Any] = {"merge": 1}
     if is_merging:
         merge = _read_sizes(config, {"merge": "spatial_merge_size"}, {"spatial_merge_size": 2})
     return TowerNumbers(

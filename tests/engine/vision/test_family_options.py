@@ -1,11 +1,14 @@
 """Gemma's and Mistral's images beside packed KV, adapters and drafts."""
 
+import json
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
 from gateway.engine.drafts.prompt_lookup import PromptLookup
@@ -13,6 +16,7 @@ from gateway.engine.generation.engine import GenerationEngine
 from gateway.errors import ModelLoadFailed
 from tests.checkpoints import write_adapter
 from tests.engine.generation.harness import PLENTY, answers, ids, load_adapter
+from tests.engine.vision.golden import Arrays, rewrite
 from tests.engine.vision.harness import (
     CAT,
     DOG,
@@ -43,10 +47,33 @@ def plain(folder: Path) -> Iterator[GenerationEngine]:
     engine.close()
 
 
-def test_rows_with_packed_kv_answer_in_batches_as_alone(
-    folder: Path, plain: GenerationEngine
-) -> None:
-    engine = open_seeing(folder, kv_bits=8, prefix_cache_bytes=PLENTY)
+def write_wide(source: Path, folder: Path) -> Path:
+    """Write a model with half as many heads, of 32 numbers, as 8 bits of KV need."""
+    shutil.copytree(source, folder)
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    if config["text_config"].get("global_head_dim"):
+        return folder  # its plain layers have them
+    config["text_config"] |= {
+        "head_dim": 32,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }
+    (folder / "config.json").write_text(json.dumps(config), "utf-8")
+
+    def widen(arrays: Arrays) -> Arrays:
+        norms = ("q_norm.weight", "k_norm.weight")
+        return {
+            name: np.tile(each, 2) if name.endswith(norms) else each
+            for name, each in arrays.items()
+        }
+
+    rewrite(folder, widen)
+    return folder
+
+
+def test_rows_with_packed_kv_answer_in_batches_as_alone(folder: Path, tmp_path: Path) -> None:
+    wide = write_wide(folder, tmp_path / "wide")
+    engine, plain = open_seeing(wide, kv_bits=8, prefix_cache_bytes=PLENTY), open_seeing(wide)
     expected = [ids(alone(engine, job))[0] for job in JOBS]
     assert ids(answers(engine, JOBS, 11)) == expected
     job = see("What is @?", CAT, logprobs=1, max_tokens=1)
@@ -54,6 +81,7 @@ def test_rows_with_packed_kv_answer_in_batches_as_alone(
     assert packed.ids == whole.ids
     assert packed.chosen == pytest.approx(whole.chosen, abs=0.3)
     engine.close()
+    plain.close()
 
 
 def test_rows_of_adapters_see_images(folder: Path, tmp_path: Path) -> None:

@@ -175,7 +175,8 @@ SETTINGS: Final = (
 
 def config_of(case: str) -> dict[str, Any]:
     goldens = golden_gemma if case.startswith("gemma") else golden_vision
-    return goldens.cases()[case].config
+    config: dict[str, Any] = goldens.cases()[case].config
+    return config
 
 
 @st.composite
