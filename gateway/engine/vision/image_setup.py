@@ -46,7 +46,7 @@ _PATCHES: Final[Mapping[str, Callable[[Folder], Patches]]] = {
 
 
 def reads_images(folder: Path) -> bool:
-    """Return True if a folder's model reads images. Raises ModelLoadFailed for faulty files."""
+    """Return True if a folder's model reads images, and False also for faulty files."""
     files = Folder(folder.name, folder)
     try:
         return has_tower(files) and bool(read_image_setup(files))
