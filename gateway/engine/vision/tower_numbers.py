@@ -149,7 +149,7 @@ def _read_gemma3(config: Config) -> TowerNumbers:
     vision = config["vision_config"]
     sizes = _read_tower(config, {**_SIZES, "side": "image_size"})
     tokens = _read_sizes(config, {"n": "mm_tokens_per_image"}, {"mm_tokens_per_image": 256})["n"]
-    columns = sizes["side"] // sizes["patch"]  # of patches
+    columns = sizes["side"] // sizes["patch"]  # columns of patches
     if columns < math.isqrt(tokens):
         raise ValueError("image_size of vision_config is too small for mm_tokens_per_image")
     return TowerNumbers(

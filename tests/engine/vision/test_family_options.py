@@ -141,7 +141,7 @@ def test_a_draft_model_changes_no_answer_or_is_refused_by_name(
         expected = [ids(alone(plain, job))[0] for job in JOBS]
         told, drafted, accepted = drafting(engine, JOBS)
         assert told == expected
-        assert 0 < accepted <= drafted  # of the row without images
+        assert 0 < accepted <= drafted  # drafts for the row of text
         engine.close()
         refusal = ""
     assert not refusal or "draft" in refusal
