@@ -62,6 +62,7 @@ class Pace:
 class Attention(Module):
     """Attention among patches. Its arrays have the names of most families."""
 
+    input_names: ClassVar[tuple[str, ...]] = ("q_proj", "k_proj", "v_proj")
     output_name = "o_proj"
 
     def __init__(
@@ -71,8 +72,9 @@ class Attention(Module):
         self.kernel: Kernel = attend
         self._heads, self._scale = numbers.heads, numbers.head**-0.5
         width = numbers.heads * numbers.head
-        for name in ("q_proj", "k_proj", "v_proj"):
-            self[name] = linear(numbers.hidden, width, bias=has_bias)
+        for name in self.input_names:
+            each = 3 * width // len(self.input_names)
+            self[name] = linear(numbers.hidden, each, bias=has_bias)
         self[self.output_name] = linear(width, numbers.hidden, bias=has_bias)
 
     def project(self, x: mx.array, angles: Angles) -> mx.array:

@@ -30,13 +30,8 @@ from gateway.engine.vision.tower_numbers import TowerNumbers
 
 
 class _Attention(Attention):
+    input_names = ("qkv",)
     output_name = "proj"
-
-    def __init__(self, numbers: TowerNumbers) -> None:
-        super().__init__(numbers, has_bias=True)
-        for name in ("q_proj", "k_proj", "v_proj"):
-            del self[name]
-        self.qkv = Linear(numbers.hidden, 3 * numbers.hidden)
 
     def project(self, x: mx.array, angles: Angles) -> mx.array:
         """Return queries and keys, rotated, and values, (3, heads, patches, size)."""
@@ -55,7 +50,7 @@ class Block(Layer):
 
     def __init__(self, numbers: TowerNumbers, norm: Any = LayerNorm, mlp: Any = _Mlp) -> None:
         norms = [norm(numbers.hidden, eps=numbers.eps) for _ in range(2)]
-        super().__init__(norms, _Attention(numbers), mlp(numbers))
+        super().__init__(norms, _Attention(numbers, has_bias=True), mlp(numbers))
 
 
 class Projection(Module):
