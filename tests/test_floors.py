@@ -144,7 +144,7 @@ BUDGET: dict[str, int] = {
     "cli": 1590,
     "clock": 42,
     "doctor": 515,
-    "engine": 16300,
+    "engine": 16306,
     "errors": 269,
     "ids": 6,
     "jobs": 347,
