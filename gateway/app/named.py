@@ -107,10 +107,9 @@ def _unknown(name: str, valid: list[str]) -> str:
     another file.
     """
     near = similar_models(name, valid, 3)
-    advice = "Run `mlx-gateway models recommend`, or one of the hub: `mlx-gateway serve org/name`."
-    if near:
-        advice = f"Nearest: {', '.join(near)}. Run `mlx-gateway serve {near[0]}`."
-    return f"{shorten(name)}: neither models.yaml nor the catalogue has this name. {advice}"
+    problem = f"{shorten(name)}: neither models.yaml nor the catalogue has this name."
+    hint = f"Nearest: {', '.join(near)}." if near else "See `mlx-gateway models recommend`."
+    return f"{problem} {hint} Run `mlx-gateway serve {[*near, 'org/name'][0]}`."
 
 
 def parse_name(text: str) -> Source | None:

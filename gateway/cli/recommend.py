@@ -33,16 +33,14 @@ HALF: Final = 2  # bytes of a number in the KV cache
 # recommend a larger share of 128 GiB: https://github.com/antirez/ds4/pull/893.
 SMALL_MAC: Final = 32 * GIB
 # Bytes per second that memory gives: divided by the bytes of weights that a token reads, they are
-# the most tokens per second. Apple's M2, M1 Pro and M1 Max, and an Ultra, which is two of these:
+# the most tokens per second. Those of M2, M1 Pro, M1 Max and an Ultra, which is two of these:
 # https://github.com/ggml-org/llama.cpp/pull/1642.
-CHIPS: Final = {"": 102e9, "Pro": 205e9, "Max": 410e9, "Ultra": 819e9}
-# The most memory of a Mac with each of the chips but the last, in bytes. Source, for M4:
+BANDWIDTHS: Final = (102e9, 205e9, 410e9, 819e9)
+# The most bytes that Macs with each of the chips but the last offer: of 32, 64 and 128 GiB. For M4:
 # https://huggingface.co/hardware/apple-m4, .../apple-m4-max.
-MEMORIES: Final = (SMALL_MAC, 64 * GIB, 128 * GIB)
-# A T4: https://huggingface.co/RajBhope/gpu-runtime-predictor/blob/main/gpu_catalog.json.
-CUDA: Final = 320e9
+OFFERED: Final = (SMALL_MAC * 2 // 3, 48 * GIB, 96 * GIB)
 CORE: Final = 8e9  # two cores read 16.4 GB/s: docs/performance.md
-WIDENED: Final = 7  # bytes in float32 of a byte in 4 bits, as weights become on a CPU
+WIDENED: Final = 7  # bytes in float32, which weights become on a CPU, of a byte in 4 bits
 PACKED: Final = re.compile(r"\dbit|FP4")  # in the names of quantized repositories
 FAST: Final = 15  # tokens per second at most, some ten in practice: faster than most people read
 ROOMS: Final = (32_768, 8192)  # tokens; contexts of agents, and of conversations
@@ -54,22 +52,14 @@ class Machine(NamedTuple):
 
     memory_bytes: int
     bandwidth: float
-    widened: int = 1  # bytes that are read for each byte of a quantized file
+    is_cpu: bool = False
 
 
-def this_machine(settings: Settings) -> Machine:
-    device = lazy.device.choose_device(settings.device)
-    memory_bytes = lazy.device.memory_bytes(device)
-    if device == "cpu":
-        return Machine(memory_bytes, lazy.device.cpu_threads() * CORE, WIDENED)
-    chip = str(lazy.device.device_facts(device).get("device_name")).rpartition(" ")[2]
-    return Machine(memory_bytes, CUDA if device == "cuda" else CHIPS.get(chip, CHIPS[""]))
-
-
-def mac(machine_bytes: int) -> Machine:
-    """Return the Mac with this memory that has the slowest chip."""
-    bandwidth = [*CHIPS.values()][bisect_left(MEMORIES, machine_bytes)]
-    return Machine(working_set(machine_bytes), bandwidth)
+def machine_with(memory_bytes: int, cores: int = 0) -> Machine:
+    """Return a CPU with these cores or, without any, the slowest Mac that offers this memory."""
+    if cores:
+        return Machine(memory_bytes, cores * CORE, is_cpu=True)
+    return Machine(memory_bytes, BANDWIDTHS[bisect_left(OFFERED, memory_bytes)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +76,7 @@ class Fit:
     token_bytes: int
     verified: str  # the reference that the model's family was compared with
     sees: bool | None  # whether the gateway can send it images; None if unknown
-    is_packed: bool = False  # quantized
+    widened: int = 1  # bytes in float32 of a byte of the weights
 
     @property
     def total_bytes(self) -> int:
@@ -94,7 +84,7 @@ class Fit:
 
     def speed(self, machine: Machine) -> float:
         """Return the most tokens per second that one sequence gets."""
-        return machine.bandwidth / (self.token_bytes * (machine.widened if self.is_packed else 1))
+        return machine.bandwidth / (self.token_bytes * (self.widened if machine.is_cpu else 1))
 
 
 def kv_cost(groups: Iterable[LayersKept]) -> "KvCost":
@@ -155,7 +145,7 @@ def fits(memory_bytes: int, settings: Settings) -> Iterator[Fit]:
     sources = {name: str(entry["source"]) for name, entry in read_short_names().items()}
     known = filter(None, (fit(*model, memory_bytes, settings) for model in read_facts()))
     for each in sorted(known, key=lambda fit: (fit.kind, -fit.weights_bytes)):
-        yield replace(each, is_packed=bool(PACKED.search(sources[each.name])))
+        yield replace(each, widened=WIDENED if PACKED.search(sources[each.name]) else 1)
 
 
 def order(fits: Iterable[Fit], machine: Machine) -> list[Fit]:
@@ -169,10 +159,8 @@ def order(fits: Iterable[Fit], machine: Machine) -> list[Fit]:
     def place(fit: Fit) -> tuple[str, int, bool, float]:
         is_chat, speed, context = fit.kind == "chat", fit.speed(machine), fit.context or 0
         room = sum(context < tokens for tokens in ROOMS) if is_chat else 0
-        is_small = is_chat or fit.weights_bytes * PARTS <= machine.memory_bytes
-        size = fit.weights_bytes * (WIDENED if fit.is_packed else 1)
-        is_good = is_small and speed >= FAST
-        return fit.kind, room, not is_good, -size if is_good else -speed
+        is_good = speed >= FAST and (is_chat or fit.weights_bytes * PARTS <= machine.memory_bytes)
+        return fit.kind, room, not is_good, -fit.weights_bytes * fit.widened if is_good else -speed
 
     return sorted((fit for fit in fits if fit.context is not None), key=place)
 
@@ -206,26 +194,26 @@ def recommend(
     """
     settings = load_settings({})
     if memory is None:
-        machine = this_machine(settings)
+        device = lazy.device.choose_device(settings.device)
+        cores = lazy.device.cpu_threads() if device == "cpu" else 0
+        machine = machine_with(lazy.device.memory_bytes(device), cores)
     else:
-        machine = mac(_read_memory(memory))
+        machine = machine_with(working_set(_read_memory(memory)))
         settings = settings.model_copy(update={"cache_max_bytes": None})  # this machine's limit
     found = order(fits(machine.memory_bytes, settings), machine)
     budget = human_bytes(lazy.limits.budget_bytes(settings, machine.memory_bytes))
     picks = {fit.kind: fit.name for fit in reversed(found) if fit.kind != "rerank"}
     for kind in ("chat", "embedding"):
-        advice = f"mlx-gateway serve {picks.get(kind, 'org/name')}"
-        lack = "" if kind in picks else "  # none of the catalogue fits: a smaller one of the hub"
-        print(f"For {kind}: {advice}{lack}", file=sys.stderr)
+        pick = picks.get(kind, "org/name  # none of the catalogue fits: a smaller one of the hub")
+        print(f"For {kind}: mlx-gateway serve {pick}", file=sys.stderr)
     columns = ("Take", "Model", "Kind", "Weights", "Context", "KV", "Kept prompts", "In all")
     rows = [("take" * (fit.name in picks.values()), *_row(fit, machine)) for fit in found]
     show((*columns, "Tokens/s, at most", "Images", "Verified"), rows)
     print(f"note: models may take {budget}", file=sys.stderr)
     if every_note:
-        unsized = [name for name, _, facts in read_facts() if facts.weights_bytes is None]
-        unpinned = [name for name, _, facts in read_facts() if "revision" in facts.unread]
-        print(f"note: sizes unknown: {', '.join(unsized)}", file=sys.stderr)
-        print(f"note: the hub's newest revision is used for {', '.join(unpinned)}", file=sys.stderr)
+        for key, note in (("size", "sizes unknown:"), ("revision", "the hub's newest is used for")):
+            names = [name for name, _, facts in read_facts() if key in facts.unread]
+            print(f"note: {note} {', '.join(names)}", file=sys.stderr)
 
 
 def _row(fit: Fit, machine: Machine) -> tuple[str, ...]:

@@ -56,7 +56,7 @@ from gateway.registry import (
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-LOGIN = "run `hf auth login` or set HF_TOKEN"
+LOGIN = "run `hf auth login` or set HF_TOKEN."
 NETWORK = "Check the network, HTTPS_PROXY and GATEWAY_HUB_ENDPOINT, then try again."
 _MOVES = 3  # tries of a download, since the branch may move
 SPARE_BYTES = 1 << 24  # bytes by which small files may grow in the meantime
@@ -457,22 +457,18 @@ def unavailable(model: str, source: HubSource, reason: str) -> ModelUnavailable:
 
 def cause(source: HubSource, error: Exception) -> str:
     """Return the reason that a repository was not fetched, and the next step."""
-    repo, revision = source.repo, source.revision
+    repo = source.repo
     match error:
         case Unfit():
             return str(error)
         case GatedRepoError():
-            return f"{repo} is gated: accept its terms at https://hf.co/{repo}, then {LOGIN}."
+            return f"{repo} is gated: accept its terms at https://hf.co/{repo}, then {LOGIN}"
         case RepositoryNotFoundError():
-            return (
-                f"the hub has no public repository {repo}: check its name, or if private {LOGIN}."
-            )
+            return f"the hub has no public repository {repo}: check its name, or if private {LOGIN}"
         case RevisionNotFoundError():
-            return f"{repo} has no revision {revision}: name another, or none for the newest."
+            return f"{repo} has no revision {source.revision}: leave it out for the newest."
         case HfHubHTTPError() if error.response.status_code in (401, 403):
-            return (
-                f"the hub lets nobody read {repo} without a valid key: check its name, or {LOGIN}."
-            )
+            return f"nobody may read {repo} without a valid key: check its name, or {LOGIN}"
         case OfflineModeIsEnabled():
             problem = f"{repo} is not on this disk, and HF_HUB_OFFLINE forbids fetching it."
             return f"{problem} Run `HF_HUB_OFFLINE=0 mlx-gateway pull {source_id(source)}`."

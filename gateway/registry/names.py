@@ -85,8 +85,7 @@ def similar_models(name: str, valid: Iterable[str], most: int) -> list[str]:
 
 
 def _words(name: str) -> list[str]:
-    words = re.findall(r"\d+bit|[a-z]+|\d+", name.casefold())
-    return [word for word in words if word not in _MAKE]
+    return [each for each in re.findall(r"\d+bit|[a-z]+|\d+", name.casefold()) if each not in _MAKE]
 
 
 def did_you_mean(name: str | None) -> str:

@@ -9,15 +9,13 @@ import yaml
 
 from gateway.cli import main
 from gateway.cli.recommend import (
-    CORE,
     GIB,
-    WIDENED,
     Fit,
     Machine,
     fit,
     fits,
     kv_cost,
-    mac,
+    machine_with,
     order,
     working_set,
 )
@@ -46,6 +44,10 @@ text_config: {model_type: qwen3_5_text, num_hidden_layers: 32, full_attention_in
     ),
     "glm-4.7-flash": ("glm4_moe_lite", "{vocab_size: 8}"),
 }
+
+
+def mac(gib: int) -> Machine:
+    return machine_with(working_set(gib * GIB))
 
 
 def plain(**facts: Any) -> Facts:
@@ -102,7 +104,7 @@ def test_what_a_token_reads_is_the_share_of_the_experts_that_it_takes() -> None:
     assert mixture is not None
     assert dense is not None
     assert (mixture.token_bytes, dense.token_bytes) == (GIB, 20 * GIB)
-    large = mac(64 * GIB)
+    large = mac(64)
     assert mixture.speed(large) == 20 * dense.speed(large) == large.bandwidth / GIB
 
 
@@ -127,18 +129,18 @@ def test_more_memory_never_offers_less() -> None:
             offered[each.name] = context
 
 
-TWO_CORES = Machine(24 * GIB, 2 * CORE, WIDENED)
+TWO_CORES = machine_with(24 * GIB, cores=2)
 
 
 @pytest.mark.parametrize(
     ("machine", "chat", "embedding"),
     [
-        (mac(8 * GIB), "llama-3.2-3b", "qwen3-embedding-0.6b"),  # none has room for 32k
-        (mac(16 * GIB), "qwen3.5-9b", "qwen3-embedding-0.6b"),
-        (mac(24 * GIB), "qwen3.5-9b", "qwen3-embedding-0.6b"),
-        (mac(32 * GIB), "gpt-oss-20b", "qwen3-embedding-0.6b"),
-        (mac(64 * GIB), "qwen3.6-35b-a3b", "qwen3-embedding-4b"),
-        (mac(128 * GIB), "gpt-oss-120b", "qwen3-embedding-4b"),
+        (mac(8), "llama-3.2-3b", "qwen3-embedding-0.6b"),  # none has room for 32k
+        (mac(16), "qwen3.5-9b", "qwen3-embedding-0.6b"),
+        (mac(24), "qwen3.5-9b", "qwen3-embedding-0.6b"),
+        (mac(32), "gpt-oss-20b", "qwen3-embedding-0.6b"),
+        (mac(64), "qwen3.6-35b-a3b", "qwen3-embedding-4b"),
+        (mac(128), "gpt-oss-120b", "qwen3-embedding-4b"),
         (TWO_CORES, "qwen3-0.6b", "nomic-embed-text-v1.5"),  # 27B in 4 bits would fit
     ],
 )

@@ -176,8 +176,8 @@ LOGIN = "run `hf auth login` or set HF_TOKEN."
         (404, "RepoNotFound", f"public repository {REPO}: check its name, or if private {LOGIN}"),
         (401, "RepoNotFound", f"public repository {REPO}: check its name, or if private {LOGIN}"),
         (401, "", f"without a valid key: check its name, or {LOGIN}"),
-        (404, "RevisionNotFound", "has no revision main: name another, or none for the newest."),
-        (403, "", f"lets nobody read {REPO} without a valid key: check its name, or {LOGIN}"),
+        (404, "RevisionNotFound", "has no revision main: leave it out for the newest."),
+        (403, "", f"without a valid key: check its name, or {LOGIN}"),
         (503, "", "Check the network, HTTPS_PROXY and GATEWAY_HUB_ENDPOINT, then try again."),
     ],
 )
