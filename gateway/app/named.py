@@ -108,7 +108,11 @@ def _unknown(name: str, valid: list[str]) -> str:
     """
     near = similar_models(name, valid, 3)
     problem = f"{shorten(name)}: neither models.yaml nor the catalogue has this name."
-    hint = f"Nearest: {', '.join(near)}." if near else "See `mlx-gateway models recommend`."
+    hint = (
+        f"Nearest: {', '.join(near)}."
+        if near
+        else "See `mlx-gateway models recommend`, or the hub."
+    )
     return f"{problem} {hint} Run `mlx-gateway serve {[*near, 'org/name'][0]}`."
 
 
