@@ -107,12 +107,8 @@ def _unknown(name: str, valid: list[str]) -> str:
     another file.
     """
     near = similar_models(name, valid, 3)
-    problem = f"{shorten(name)}: neither models.yaml nor the catalogue has this name."
-    hint = (
-        f"Nearest: {', '.join(near)}."
-        if near
-        else "See `mlx-gateway models recommend`, or the hub."
-    )
+    problem = f"{shorten(name)}: not in models.yaml or the catalogue, and the hub's are org/name."
+    hint = f"Nearest: {', '.join(near)}." if near else "See `mlx-gateway models recommend`."
     return f"{problem} {hint} Run `mlx-gateway serve {[*near, 'org/name'][0]}`."
 
 

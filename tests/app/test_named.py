@@ -128,7 +128,7 @@ def test_each_name_that_cannot_be_had_is_a_line(hub: FakeHub) -> None:
         ),
         (
             "phi4",
-            "See `mlx-gateway models recommend`, or the hub. Run `mlx-gateway serve org/name`.",
+            "See `mlx-gateway models recommend`. Run `mlx-gateway serve org/name`.",
         ),
     ],
 )
@@ -137,7 +137,8 @@ def test_an_unknown_name_ends_in_a_command_and_is_never_another_models(
 ) -> None:
     """The nearest is of the file or of the catalogue, and may differ in nothing but its case."""
     [problem] = read_served(named_as(name, "tiny")).problems
-    assert problem == f"{name}: neither models.yaml nor the catalogue has this name. {said}"
+    what = "not in models.yaml or the catalogue, and the hub's are org/name."
+    assert problem == f"{name}: {what} {said}"
 
 
 def test_without_a_hub_what_is_here_is_served_and_the_rest_says_so(
