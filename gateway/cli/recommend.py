@@ -41,10 +41,11 @@ BANDWIDTHS: Final = (102e9, 205e9, 410e9, 819e9)
 OFFERED: Final = (SMALL_MAC * 2 // 3, 48 * GIB, 96 * GIB)
 CORE: Final = 8e9  # two cores read 16.4 GB/s: docs/performance.md
 WIDENED: Final = 7  # bytes in float32, which weights become on a CPU, of a byte in 4 bits
-PACKED: Final = re.compile(r"\dbit|FP4")  # in the names of quantized repositories
 FAST: Final = 15  # tokens per second at most, some ten in practice: faster than most people read
 ROOMS: Final = (32_768, 8192)  # tokens; contexts of agents, and of conversations
 PARTS: Final = 16  # An embedding model should take one of these parts of the memory at most.
+BRIEF: Final = ("Take", "Model", "Kind", "Context", "In all", "Tokens/s", "Images")
+DETAIL: Final = ("Weights", "KV", "Kept prompts", "Verified")
 
 
 class Machine(NamedTuple):
@@ -145,7 +146,8 @@ def fits(memory_bytes: int, settings: Settings) -> Iterator[Fit]:
     sources = {name: str(entry["source"]) for name, entry in read_short_names().items()}
     known = filter(None, (fit(*model, memory_bytes, settings) for model in read_facts()))
     for each in sorted(known, key=lambda fit: (fit.kind, -fit.weights_bytes)):
-        yield replace(each, widened=WIDENED if PACKED.search(sources[each.name]) else 1)
+        # The name of a quantized repository says so.
+        yield replace(each, widened=WIDENED if re.search(r"\dbit|FP4", sources[each.name]) else 1)
 
 
 def order(fits: Iterable[Fit], machine: Machine) -> list[Fit]:
@@ -183,8 +185,8 @@ def recommend(
         str | None,
         typer.Option(help="The memory of a Mac, such as 64GB.", show_default="this machine"),
     ] = None,
-    every_note: Annotated[
-        bool, typer.Option("--all", help="Also name the models whose size or revision is unknown.")
+    everything: Annotated[
+        bool, typer.Option("--all", help="Show all columns, and the models of unknown size.")
     ] = False,
 ) -> None:
     """Say which models of the catalogue to take, and list all that fit, best ones first.
@@ -206,11 +208,11 @@ def recommend(
     for kind in ("chat", "embedding"):
         pick = picks.get(kind, "org/name  # none of the catalogue fits: a smaller one of the hub")
         print(f"For {kind}: mlx-gateway serve {pick}", file=sys.stderr)
-    columns = ("Take", "Model", "Kind", "Weights", "Context", "KV", "Kept prompts", "In all")
+    columns = BRIEF + DETAIL * everything
     rows = [("take" * (fit.name in picks.values()), *_row(fit, machine)) for fit in found]
-    show((*columns, "Tokens/s, at most", "Images", "Verified"), rows)
+    show(columns, [row[: len(columns)] for row in rows])
     print(f"note: models may take {budget}", file=sys.stderr)
-    if every_note:
+    if everything:
         for key, note in (("size", "sizes unknown:"), ("revision", "the hub's newest is used for")):
             names = [name for name, _, facts in read_facts() if key in facts.unread]
             print(f"note: {note} {', '.join(names)}", file=sys.stderr)
@@ -222,4 +224,4 @@ def _row(fit: Fit, machine: Machine) -> tuple[str, ...]:
     weights, kv, kept, total = (human_bytes(size) if size else "" for size in sizes)
     speed = f"{fit.speed(machine):.1f}" if fit.kind == "chat" else ""
     sees = {True: "yes", False: "", None: "?"}[fit.sees]
-    return (fit.name, fit.kind, weights, context, kv, kept, total, speed, sees, fit.verified)
+    return (fit.name, fit.kind, context, total, speed, sees, weights, kv, kept, fit.verified)

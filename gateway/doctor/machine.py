@@ -164,9 +164,9 @@ def _origin(key: str, text: str) -> str:
 
 
 def _is_gateway(url: str) -> bool:
-    directly = build_opener(ProxyHandler({}))  # a proxy would get even requests to this machine
+    # A proxy would get even requests to this machine.
     with contextlib.suppress(OSError, HTTPException, ValueError):
-        return b'"mlx-gateway"' in directly.open(url, timeout=1).read(256)
+        return b'"mlx-gateway"' in build_opener(ProxyHandler({})).open(url, timeout=1).read(256)
     return False
 
 
