@@ -1,4 +1,4 @@
-"""The tutorial's commands, pasted. A gateway of tiny models answers under the names that it uses."""
+"""The tutorial's commands, pasted, for a gateway of tiny models under the names that it uses."""
 
 import re
 import subprocess
