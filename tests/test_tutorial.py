@@ -10,6 +10,7 @@ from typing import Final
 import pytest
 
 from tests.engine.vision.harness import write_seeing
+from tests.golden_vision import cases
 from tests.processes import ROOT, Served, command, environment, started
 
 pytestmark = pytest.mark.slow
@@ -48,7 +49,9 @@ SAID: Final = {
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("tutorial")
-    write_seeing("qwen3_vl", folder / "seeing")
+    text = cases()["qwen3_vl"].config["text_config"]
+    longer = {**text, "max_position_embeddings": 65_536}  # an agent needs 32,000 tokens
+    write_seeing("qwen3_vl", folder / "seeing", text_config=longer)
     models = folder / "models.yaml"
     models.write_text(MODELS, "utf-8")
     with started(command("serve", "--models", str(models)), folder) as served:
