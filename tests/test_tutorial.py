@@ -23,7 +23,6 @@ LEFT_OUT: Final = {
     "cd mlx-gateway": "belongs to the clone",
     "make serve": "installs, and does not end",
     "export PATH": "this checkout's command is on the PATH already",
-    "mlx-gateway models recommend": "describes this machine, which may have no model to take",
     "mlx-gateway pull": "needs the hub",
     "mlx-gateway serve": "does not end: the fixture serves",
     "npm install": "needs the registry of npm",
