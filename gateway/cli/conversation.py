@@ -21,7 +21,7 @@ COMMANDS: Final = {
     "/help": "list the commands and keys",
     "/bye": "leave, as Ctrl-D and /exit do",
     'Alt-Enter, \\ Enter, """': "go on in a new line",
-    "Ctrl-C": "stop the answer, or empty the line; leave, if it is empty twice",
+    "Ctrl-C": "stop the answer, or empty the line; twice, leave",
 }
 _NAMES: Final = ("/bye", "/clear", "/exit", "/help", "/model", "/save", "/system", "/think")
 _ENDINGS: Final = r"\.(?:png|jpe?g|webp|gif|bmp)"
@@ -120,8 +120,8 @@ class Conversation:
         text = "".join(piece.text for piece in pieces)
         thoughts = "".join(piece.thoughts for piece in pieces)
         if text or thoughts:
-            answer = {"role": "assistant", "content": text, "reasoning_content": thoughts}
-            self.turns.append({name: part for name, part in answer.items() if part})
+            turn = {"role": "assistant", "content": text, "reasoning_content": thoughts or None}
+            self.turns.append(turn)
         else:
             self.turns.pop()
 

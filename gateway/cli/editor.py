@@ -18,8 +18,6 @@ def history_file() -> Path:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     file = folder / "history"
     os.close(os.open(file, os.O_CREAT, 0o600))
-    folder.chmod(0o700)
-    file.chmod(0o600)
     return file
 
 
@@ -32,20 +30,18 @@ def read_prompts(*, keeps_history: bool) -> Iterator[str]:
         prompt_continuation="... ",
         placeholder="Ask something. /help lists the commands.",
     )
-    is_leaving = False
-    while True:
+    interrupts = 0  # since the last prompt
+    while interrupts < 2:
         try:
             line = session.prompt(">>> ")
         except EOFError:
             return
         except KeyboardInterrupt:
-            if is_leaving:
-                return
-            is_leaving = True
-            print("Ctrl-C once more, or /bye, leaves.")
-            continue
-        is_leaving = False
-        yield unquoted(line)
+            interrupts += 1
+            print("Ctrl-C once more, or /bye, leaves." if interrupts == 1 else "")
+        else:
+            interrupts = 0
+            yield unquoted(line)
 
 
 def _bindings() -> KeyBindings:
@@ -63,11 +59,5 @@ def _bindings() -> KeyBindings:
     @bindings.add("escape", "enter")
     def _break(event: KeyPressEvent) -> None:
         event.current_buffer.insert_text("\n")
-
-    @bindings.add("c-c")
-    def _empty(event: KeyPressEvent) -> None:
-        if not event.current_buffer.text:
-            event.app.exit(exception=KeyboardInterrupt)
-        event.current_buffer.reset()
 
     return bindings

@@ -25,10 +25,6 @@ from gateway.registry import Catalog, source_id
 from gateway.settings import Settings, load_settings
 
 _FAILURES = (AnswerFailed, NoGateway, NoModel, OSError, Refused)
-_CUT = {
-    "length": "The answer is cut: it reached the limit of tokens.",
-    "content_filter": "The answer is cut by a content filter.",
-}
 
 
 def run(
@@ -101,18 +97,18 @@ def _prepare(settings: Settings, model: str) -> tuple[str | None, Settings, str]
 
 def choose(offers: Sequence[Offer], name: str, url: str) -> Offer:
     """Return the offer of a chat model. Raises NoModel, with commands to run next."""
-    problem = f"The gateway at {url} does not serve {name}."
-    chats = [offer for offer in offers if offer.kind == "chat"]
-    for offer in (offer for offer in offers if offer.name == name):
-        if offer in chats:
-            return offer
-        problem = f"{name} does not chat: it is a model for {offer.kind}."
-    names = ", ".join(offer.name for offer in chats) or "none"
-    nexts = [f"  mlx-gateway run {shlex.quote(offer.name)}" for offer in chats[:1]]
-    if url:
-        nexts.append(f"  GATEWAY_PORT=0 mlx-gateway run {shlex.quote(name)}  # on a gateway beside")
-    nexts = nexts or ["  mlx-gateway models recommend"]
-    raise NoModel("\n".join((problem, f"The chat models there are: {names}.", "Run:", *nexts)))
+    kinds = {offer.name: offer.kind for offer in offers}
+    if kinds.get(name) == "chat":
+        return next(offer for offer in offers if offer.name == name)
+    lines = [f"  mlx-gateway run {shlex.quote(name)}" for name in kinds if kinds[name] == "chat"]
+    lines = [*lines, "  mlx-gateway models recommend"]
+    problem = f"{name} does not chat: it is a model for {kinds.get(name)}."
+    if name not in kinds:
+        problem = f"The gateway at {url} does not serve {name}."
+        lines.append(
+            f"  GATEWAY_PORT=0 mlx-gateway run {shlex.quote(name)}  # a gateway of its own"
+        )
+    raise NoModel("\n".join((problem, "Run one of:", *lines)))
 
 
 @dataclass
@@ -147,9 +143,9 @@ class Talk:
                 lazy.screen.show(pieces.append(piece) or piece for piece in asked)
         finally:
             self.chat.hear(pieces)
-        cut = _CUT.get(pieces[-1].finish or "") if pieces else None
-        if cut is not None:
-            print(cut, file=sys.stderr)
+        finish = pieces[-1].finish if pieces else "there is none"
+        if finish != "stop":
+            print(f"The answer is not whole ({finish}).", file=sys.stderr)
 
     def hold(self, lines: Iterator[str]) -> None:
         """Answer lines until the user leaves. Ctrl-C ends an answer, not this process."""
