@@ -45,6 +45,8 @@ OUTSIDE: dict[str, set[str]] = {
     "opentelemetry": {"api"},
     "typer": {"cli"},
     "rich": {"cli", "bench"},
+    "markdown_it": {"cli"},
+    "prompt_toolkit": {"cli"},
     "prometheus_client": {"metrics"},
     "pydantic_settings": {"settings"},
     "yaml": {"registry"},
