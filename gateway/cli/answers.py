@@ -9,13 +9,13 @@ import json
 import re
 import time
 from collections.abc import Generator, Iterable, Iterator
-from dataclasses import dataclass
 from http.client import HTTPException
 from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request
 
 from gateway.cli.agents import NO_KEY
+from gateway.cli.conversation import Piece
 from gateway.cli.gateways import DIRECTLY
 
 HELD = 4096  # most characters of a control sequence that has not ended
@@ -34,15 +34,6 @@ class AnswerFailed(Exception):
     """Raised with the API's message, or with the reason why there is none."""
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """New text of an answer, without control characters."""
-
-    text: str = ""
-    thoughts: str = ""
-    finish: str | None = None  # the reason of the end, as OpenAI names it
-
-
 class Cleaner:
     """Removes control characters from a text that comes in parts, except \\n and \\t.
 
@@ -54,12 +45,10 @@ class Cleaner:
 
     def clean(self, text: str, *, is_last: bool = False) -> str:
         def replacement(match: re.Match[str]) -> str:
-            if not match["open"]:
+            if match["open"] and not is_last and len(match[0]) <= HELD:
+                self._held = match[0]
                 return ""
-            if is_last or len(match[0]) > HELD:
-                return re.sub(_CHARACTER, "", match[0])
-            self._held = match[0]
-            return ""
+            return re.sub(_CHARACTER, "", match["open"] or "")
 
         text, self._held = self._held + text, ""
         return _CONTROLS.sub(replacement, text)

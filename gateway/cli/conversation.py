@@ -4,13 +4,11 @@ import base64
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Final
-
-from gateway.cli.answers import Piece
 
 COMMANDS: Final = {
     "/clear": "forget the conversation",
@@ -80,6 +78,15 @@ def unquoted(text: str) -> str:
     return match[1] if match else text
 
 
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """New text of an answer, without control characters."""
+
+    text: str = ""
+    thoughts: str = ""
+    finish: str | None = None  # the reason of the end, as OpenAI names it
+
+
 @dataclass
 class Conversation:
     """The messages between a user and a model, which reads images if it `sees`."""
@@ -88,6 +95,7 @@ class Conversation:
     system: str | None = None
     thinks: bool | None = None  # None: as the model does by itself
     sees: bool = False
+    finish: str | None = None  # why the last answer ended, as OpenAI names it; None: it was stopped
     turns: list[dict[str, Any]] = field(default_factory=list)
 
     def messages(self) -> list[dict[str, Any]]:
@@ -96,13 +104,10 @@ class Conversation:
 
     def body(self) -> dict[str, Any]:
         """Return the body of a request for the next answer."""
-        body = {"model": self.model, "messages": self.messages()}
+        body: dict[str, Any] = {"model": self.model, "messages": self.messages()}
         if self.thinks is not None:
             body["chat_template_kwargs"] = {"enable_thinking": self.thinks}
         return body
-
-    def has_pictures(self) -> bool:
-        return any(isinstance(turn["content"], list) for turn in self.turns)
 
     def ask(self, text: str, pictures: Sequence[Path] = ()) -> None:
         """Add a question. Raises Refused if the model does not see, and OSError of a picture."""
@@ -115,15 +120,22 @@ class Conversation:
             parts.append({"type": "image_url", "image_url": {"url": url}})
         self.turns.append({"role": "user", "content": parts if pictures else text})
 
-    def hear(self, pieces: Sequence[Piece]) -> None:
-        """Add an answer as far as it was said; without any, take the question back."""
-        text = "".join(piece.text for piece in pieces)
-        thoughts = "".join(piece.thoughts for piece in pieces)
-        if text or thoughts:
-            turn = {"role": "assistant", "content": text, "reasoning_content": thoughts or None}
-            self.turns.append(turn)
-        else:
-            self.turns.pop()
+    def hear(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
+        """Yield an answer, and keep it as far as it comes; without any, take the question back."""
+        said, self.finish = [], None
+        try:
+            for piece in pieces:
+                said.append(piece)
+                self.finish = piece.finish
+                yield piece
+        finally:
+            text = "".join(piece.text for piece in said)
+            thoughts = "".join(piece.thoughts for piece in said) or None
+            if text or thoughts:
+                turn = {"role": "assistant", "content": text, "reasoning_content": thoughts}
+                self.turns.append(turn)
+            else:
+                self.turns.pop()
 
     def thoughts(self) -> str:
         """Return the last thoughts."""

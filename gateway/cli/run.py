@@ -15,7 +15,7 @@ from gateway import logs
 from gateway.app.named import parse_name, read_served
 from gateway.cli import lazy
 from gateway.cli.agents import NoModel, Offer
-from gateway.cli.answers import AnswerFailed, Piece, ask, clean
+from gateway.cli.answers import AnswerFailed, ask, clean
 from gateway.cli.conversation import COMMANDS, Conversation, Refused, find_pictures, parse_command
 from gateway.cli.gateways import NoGateway, find, first_key, list_offers, reached
 from gateway.cli.launch import Signals
@@ -126,7 +126,7 @@ class Talk:
     def choose(self, name: str) -> None:
         """Go on with a model. Raises NoModel, and Refused if it cannot read earlier pictures."""
         sees = "image" in choose(self.offers(), name, self.url).modalities
-        if self.chat.has_pictures() and not sees:
+        if not sees and any(isinstance(turn["content"], list) for turn in self.chat.turns):
             raise Refused(f"{name} does not read the pictures that were sent: /clear them first.")
         self.chat.model, self.chat.sees = name, sees
 
@@ -136,16 +136,10 @@ class Talk:
             print(clean(f"{path} is no file: only its name is sent."), file=sys.stderr)
         pictures, self.pictures = self.pictures, []
         self.chat.ask(question, pictures)
-        pieces: list[Piece] = []
-        asked = ask(self.url, first_key(self.settings), self.chat.body())
-        try:
-            with closing(asked):
-                lazy.screen.show(pieces.append(piece) or piece for piece in asked)
-        finally:
-            self.chat.hear(pieces)
-        finish = pieces[-1].finish if pieces else "there is none"
-        if finish != "stop":
-            print(f"The answer is not whole ({finish}).", file=sys.stderr)
+        with closing(ask(self.url, first_key(self.settings), self.chat.body())) as asked:
+            lazy.screen.show(self.chat.hear(asked))
+        if self.chat.finish != "stop":
+            print(f"The answer is not whole ({self.chat.finish}).", file=sys.stderr)
 
     def hold(self, lines: Iterator[str]) -> None:
         """Answer lines until the user leaves. Ctrl-C ends an answer, not this process."""

@@ -13,9 +13,8 @@ from rich.segment import SegmentLines
 from rich.spinner import Spinner
 from rich.text import Text
 
-from gateway.cli.answers import Piece
+from gateway.cli.conversation import Piece
 
-REFRESHES: Final = 8  # in a second
 THOUGHT_LINES: Final = 6  # lines of the last thoughts that are shown
 _THOUGHT_CHARACTERS: Final = 2000  # enough for THOUGHT_LINES of a wide terminal
 # HTML and images are shown as they are written, since rich would leave them out.
@@ -52,14 +51,8 @@ class Screen:
         self._since, self._has_printed = 0.0, False
 
     def draw(self, pieces: Iterable[Piece]) -> None:
-        live = Live(
-            get_renderable=self._preview,
-            console=self._console,
-            transient=True,
-            refresh_per_second=REFRESHES,
-        )
         try:
-            with live:
+            with Live(get_renderable=self._preview, console=self._console, transient=True):
                 for piece in pieces:
                     self._take(piece)
         finally:
@@ -78,14 +71,14 @@ class Screen:
                 self._print(whole_blocks(self._text))
 
     def _preview(self) -> RenderableType:
-        room, shown = max(1, self._console.height - 2), make_markdown(self._text)
-        if self._thoughts:
-            room = min(room, THOUGHT_LINES)
-            shown = Text(self._thoughts[-_THOUGHT_CHARACTERS:].lstrip(), "dim")
-        elif not self._text.strip():
+        if not (self._thoughts or self._text).strip():
             return self._spinner
-        lines = self._console.render_lines(shown, pad=False)
-        return SegmentLines(lines[-room:], new_lines=True)
+        shown: RenderableType = make_markdown(self._text)
+        room = max(1, self._console.height - 2)
+        if self._thoughts:
+            shown = Text(self._thoughts[-_THOUGHT_CHARACTERS:].lstrip(), "dim")
+            room = min(room, THOUGHT_LINES)
+        return SegmentLines(self._console.render_lines(shown, pad=False)[-room:], new_lines=True)
 
     def _fold(self) -> None:
         if self._thoughts:
@@ -113,7 +106,4 @@ def write(pieces: Iterable[Piece]) -> None:
 
 def show(pieces: Iterable[Piece]) -> None:
     """Show an answer on a terminal, or write it elsewhere."""
-    if sys.stdout.isatty():
-        Screen(Console()).draw(pieces)
-    else:
-        write(pieces)
+    (Screen(Console()).draw if sys.stdout.isatty() else write)(pieces)

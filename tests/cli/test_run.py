@@ -23,9 +23,10 @@ from hypothesis import strategies as st
 from rich.console import Console
 from structlog.testing import capture_logs
 
-from gateway.cli.answers import HELD, AnswerFailed, Cleaner, Piece, ask, clean, read_pieces
+from gateway.cli.answers import HELD, AnswerFailed, Cleaner, ask, clean, read_pieces
 from gateway.cli.conversation import (
     Conversation,
+    Piece,
     Refused,
     continued,
     find_pictures,
@@ -214,8 +215,8 @@ def test_a_block_is_whole_once_the_next_begins() -> None:
 def draw(*pieces: Piece, height: int = 10, **about: Any) -> str:
     """Return the text that a terminal is sent, without the commands that hide the cursor."""
     out = io.StringIO()
-    size = {"width": 40, "height": height}
-    console = Console(file=out, force_terminal=True, color_system=None, **size, **about)
+    about |= {"width": 40, "height": height, "color_system": None}
+    console = Console(file=out, force_terminal=True, **about)
     Screen(console).draw(iter(pieces))
     return re.sub(r"\x1b\[\?25[hl]", "", out.getvalue())
 
@@ -333,9 +334,10 @@ def test_a_picture_is_sent_to_a_model_that_sees(tmp_path: Path) -> None:
 def test_what_was_said_stays_in_the_conversation() -> None:
     chat = Conversation("writer", system="Be brief.", thinks=False)
     chat.ask("One?")
-    chat.hear([])
+    assert not list(chat.hear([]))
     chat.ask("Two?")
-    chat.hear([Piece(thoughts="Hm."), Piece("Ye")])
+    with closing(chat.hear(iter([Piece(thoughts="Hm."), Piece("Ye"), Piece("s")]))) as heard:
+        next(heard), next(heard)
     assert chat.body() == {
         "model": "writer",
         "messages": [
@@ -348,7 +350,7 @@ def test_what_was_said_stays_in_the_conversation() -> None:
 
 
 def test_a_pipe_gets_the_text_of_the_answer_alone(serving: Served, run: Run) -> None:
-    script = [{"reasoning": "Hm.", "tokens": 1}, *says("**Ye", "s\x1b]0;x", "\x07**")]
+    script: list[Delta] = [{"reasoning": "Hm.", "tokens": 1}, *says("**Ye", "s\x1b]0;x", "\x07**")]
     chat = ScriptedChat(script=script)
     with serving(chat) as url:
         done = run(url, "writer", "Why?", "--no-think", piped=b"one\ntwo\n")
@@ -359,7 +361,7 @@ def test_a_pipe_gets_the_text_of_the_answer_alone(serving: Served, run: Run) -> 
 
 
 def test_an_answer_that_is_cut_says_so(serving: Served, run: Run) -> None:
-    script = [{"text": "Ye\n", "tokens": 1}, {"finish_reason": "length"}]
+    script: list[Delta] = [{"text": "Ye\n", "tokens": 1}, {"finish_reason": "length"}]
     with serving(ScriptedChat(script=script)) as url:
         done = run(url, "writer", piped=b"Why?")
     assert (done.returncode, done.stdout) == (0, "Ye\n")
