@@ -4,7 +4,7 @@ import base64
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -112,7 +112,8 @@ class Conversation:
     def ask(self, text: str, pictures: Sequence[Path] = ()) -> None:
         """Add a question. Raises Refused if the model does not see, and OSError of a picture."""
         if pictures and not self.sees:
-            raise Refused(f"{self.model} does not read images, so {pictures[0]} is not sent.")
+            problem = f"{self.model} does not read images, so {pictures[0]} is not sent."
+            raise Refused(f"{problem} `mlx-gateway models recommend` says which models do.")
         parts: list[dict[str, Any]] = [{"type": "text", "text": text}] if text else []
         for picture in pictures:
             data = base64.b64encode(picture.read_bytes()).decode()
@@ -120,7 +121,7 @@ class Conversation:
             parts.append({"type": "image_url", "image_url": {"url": url}})
         self.turns.append({"role": "user", "content": parts if pictures else text})
 
-    def hear(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
+    def hear(self, pieces: Iterable[Piece]) -> Generator[Piece, None, None]:
         """Yield an answer, and keep it as far as it comes; without any, take the question back."""
         said, self.finish = [], None
         try:

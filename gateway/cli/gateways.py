@@ -212,6 +212,8 @@ def reached(
 ) -> Iterator[str]:
     """Yield the URL of the running gateway once it is ready, or of a new one. Raises NoGateway."""
     if found is not None:
+        if _ask(found, "/ready")[0] != HTTPStatus.OK:
+            print(f"Waiting until the gateway at {found} is ready…", file=sys.stderr)
         wait_ready(found)
         yield found
         return

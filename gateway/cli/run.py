@@ -97,17 +97,17 @@ def _prepare(settings: Settings, model: str) -> tuple[str | None, Settings, str]
 
 def choose(offers: Sequence[Offer], name: str, url: str) -> Offer:
     """Return the offer of a chat model. Raises NoModel, with commands to run next."""
-    kinds = {offer.name: offer.kind for offer in offers}
-    if kinds.get(name) == "chat":
-        return next(offer for offer in offers if offer.name == name)
-    lines = [f"  mlx-gateway run {shlex.quote(name)}" for name in kinds if kinds[name] == "chat"]
-    lines = [*lines, "  mlx-gateway models recommend"]
-    problem = f"{name} does not chat: it is a model for {kinds.get(name)}."
-    if name not in kinds:
+    named = next((offer for offer in offers if offer.name == name), None)
+    if named is not None and named.kind == "chat":
+        return named
+    chats = [offer.id for offer in offers if offer.kind == "chat" and offer.name == offer.id]
+    lines = [*(f"  mlx-gateway run {shlex.quote(chat)}" for chat in chats)]
+    lines.append("  mlx-gateway models recommend")
+    if named is not None:
+        problem = f"{name} does not chat: it is a model for {named.kind}."
+    else:
         problem = f"The gateway at {url} does not serve {name}."
-        lines.append(
-            f"  GATEWAY_PORT=0 mlx-gateway run {shlex.quote(name)}  # a gateway of its own"
-        )
+        lines.append(f"  GATEWAY_PORT=0 mlx-gateway run {shlex.quote(name)}  # on a new gateway")
     raise NoModel("\n".join((problem, "Run one of:", *lines)))
 
 

@@ -73,8 +73,10 @@ class Screen:
     def _preview(self) -> RenderableType:
         if not (self._thoughts or self._text).strip():
             return self._spinner
-        shown: RenderableType = make_markdown(self._text)
         room = max(1, self._console.height - 2)
+        # A long block takes long to draw: the first line may open a block of code.
+        first, *lines = self._text.lstrip("\n").split("\n")
+        shown: RenderableType = make_markdown("\n".join((first, *lines[-room:])))
         if self._thoughts:
             shown = Text(self._thoughts[-_THOUGHT_CHARACTERS:].lstrip(), "dim")
             room = min(room, THOUGHT_LINES)

@@ -1,5 +1,6 @@
 """run: which gateway and model answer, what reaches a pipe and a terminal, and how it ends."""
 
+import asyncio
 import base64
 import io
 import json
@@ -10,10 +11,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractContextManager, asynccontextmanager, closing, contextmanager
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import pytest
@@ -23,6 +25,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from structlog.testing import capture_logs
 
+from gateway.cli import answers
 from gateway.cli.answers import HELD, AnswerFailed, Cleaner, ask, clean, read_pieces
 from gateway.cli.conversation import (
     Conversation,
@@ -104,8 +107,11 @@ def serving(tmp_path: Path, portal: BlockingPortal) -> Served:
         (tmp_path / name).mkdir()
 
     @contextmanager
-    def serving(chat: ScriptedChat, **given: Any) -> Iterator[str]:
-        gateway = served(catalog(tmp_path, MODELS), ScriptedEngines(chat=chat), **given)
+    def serving(
+        chat: ScriptedChat, engines: ScriptedEngines | None = None, **given: Any
+    ) -> Iterator[str]:
+        scripted = engines or ScriptedEngines(chat=chat)
+        gateway = served(catalog(tmp_path, MODELS), scripted, **given)
         with capture_logs(), portal.wrap_async_context_manager(gateway) as client:
             yield str(client.base_url).rstrip("/")
 
@@ -382,7 +388,7 @@ def test_a_model_that_cannot_answer_is_refused_with_the_next_command(
         "Run one of:\n"
         "  mlx-gateway run writer\n"
         "  mlx-gateway models recommend\n"
-        "  GATEWAY_PORT=0 mlx-gateway run 'nobody'  # a gateway of its own\n"
+        "  GATEWAY_PORT=0 mlx-gateway run 'nobody'  # on a new gateway\n"
     )
     assert embedder.stderr.startswith("embedder does not chat: it is a model for embedding.\n")
     assert "writer does not read images" in blind.stderr
@@ -450,6 +456,58 @@ def test_a_gateway_that_is_gone_is_named(serving: Served) -> None:
         pass
     with pytest.raises(AnswerFailed, match=f"The gateway at {url} no longer answers"):
         list(ask(url, None, {}))
+
+
+@asynccontextmanager
+async def answering(*parts: bytes) -> AsyncIterator[str]:
+    """Answer whoever asks with these bytes, and close the connection. Give the URL."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"}")
+        writer.writelines(parts)
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+@pytest.mark.parametrize("is_chunked", [True, False])
+def test_a_gateway_that_ends_in_the_middle_of_an_answer_is_named(
+    portal: BlockingPortal, is_chunked: bool
+) -> None:
+    event = b'data: {"choices": [{"delta": {"content": "Ye"}}]}\n\n'
+    parts = [b"HTTP/1.1 200 OK\r\n\r\n", event]
+    if is_chunked:
+        head = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+        parts = [head, b"%x\r\n" % len(event), event, b"\r\n40\r\ndata: {"]
+    with portal.wrap_async_context_manager(answering(*parts)) as url:
+        pieces = ask(url, None, {"messages": []})
+        assert next(pieces) == Piece("Ye")
+        with pytest.raises(AnswerFailed, match=f"{url} ended in the middle of the answer"):
+            next(pieces)
+
+
+def test_a_server_that_answers_no_json_fails(portal: BlockingPortal) -> None:
+    page = b"HTTP/1.1 502 Bad Gateway\r\ncontent-length: 4\r\n\r\n<br>"
+    with portal.wrap_async_context_manager(answering(page)) as url:
+        with pytest.raises(AnswerFailed, match=f"The gateway at {url} no longer answers"):
+            list(ask(url, None, {"messages": []}))
+
+
+def test_an_answer_waits_for_its_model(serving: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gateway refuses requests while a model takes longer to load than GATEWAY_LOAD_WAIT_S."""
+    engines, waits = ScriptedEngines(chat=ScriptedChat(script=says("Yes"))), list[float]()
+
+    def wait(seconds: float) -> None:
+        waits.append(seconds)
+        engines.load_gate.open()
+
+    monkeypatch.setattr(answers, "time", SimpleNamespace(sleep=wait))
+    engines.load_gate.close()
+    with serving(engines.chat, engines=engines, load_wait_s=0) as url:
+        body = {"model": "writer", "messages": [{"role": "user", "content": "Hi"}]}
+        said = "".join(piece.text for piece in ask(url, None, body))
+    assert (said, {*waits}) == ("Yes", {answers.RETRY_S})
 
 
 def test_commands_change_the_conversation(
