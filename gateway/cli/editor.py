@@ -33,7 +33,7 @@ def read_prompts(*, keeps_history: bool) -> Iterator[str]:
     interrupts = 0  # since the last prompt
     while interrupts < 2:
         try:
-            line = session.prompt(">>> ")
+            line = session.prompt("\n>>> ")
         except EOFError:
             return
         except KeyboardInterrupt:
