@@ -57,8 +57,8 @@ def config(vocabulary: dict[str, int]) -> dict[str, Any]:
     text = {
         "model_type": "qwen3_vl_text",
         "hidden_size": 160,
-        "num_hidden_layers": 3,
-        "intermediate_size": 480,
+        "num_hidden_layers": 4,
+        "intermediate_size": 320,
         "num_attention_heads": 5,
         "num_key_value_heads": 5,
         "head_dim": 32,
