@@ -144,7 +144,7 @@ BUDGET: dict[str, int] = {
     "cli": 1546,
     "clock": 42,
     "doctor": 515,
-    "engine": 16138,
+    "engine": 16136,
     "errors": 268,
     "ids": 6,
     "jobs": 347,
