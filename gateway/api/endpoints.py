@@ -297,6 +297,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint(
         "GET /health",
         ops.health,
+        also="/healthz",
         summary="Check that the engine works",
         details="200 while the device's thread makes progress, else 503.",
         answer=ops.Health,
@@ -313,6 +314,13 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         answer=ops.Ready,
         statuses=(200, 503),
         is_open=True,
+        is_traced=False,
+    ),
+    Endpoint(
+        "GET /version",
+        ops.version,
+        summary="Return the gateway's version, as vLLM does",
+        answer=ops.Version,
         is_traced=False,
     ),
     Endpoint(

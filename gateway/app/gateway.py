@@ -6,6 +6,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -66,8 +67,10 @@ class Gateway:
         catalog: Catalog,
         engines: Engines,
         lost: Callable[[], str | None] = lambda: None,
+        local_key: str | None = None,
     ) -> None:
         self._settings = settings
+        self._local_key = local_key
         self._served = Served(catalog)
         self._engines = engines
         self._lane = _make_lane(settings, engines)
@@ -162,7 +165,7 @@ class Gateway:
     def _make_app(self) -> ASGIApp:
         return app.create_app(
             self._service(),
-            access_rules(self._settings),
+            replace(access_rules(self._settings), local_key=self._local_key),
             in_flight=self.in_flight,
             bodies=self._bodies,
             tracer=self._tracer,

@@ -22,6 +22,7 @@ import typer
 from gateway import __version__, logs
 from gateway.app.named import read_served
 from gateway.cli import lazy
+from gateway.cli.local_key import keep_key, make_key
 from gateway.cli.models import fetch_preloaded
 from gateway.cli.terminal import Discover, Host, ModelsFile, Names, Port, flags_of
 from gateway.doctor.machine import bind_problem, require_machine
@@ -75,8 +76,9 @@ def serve(
 
 
 def _serve_alone(settings: Settings, catalog: "Catalog") -> None:
-    engines = lazy.engines.MlxEngines(settings)
-    asyncio.run(run(lazy.gateway.Gateway(settings, catalog, engines), settings))
+    engines, key = lazy.engines.MlxEngines(settings), make_key(settings)
+    served = lazy.gateway.Gateway(settings, catalog, engines, local_key=key)
+    asyncio.run(run(served, settings, local_key=key))
 
 
 def _serve_as_rank(settings: Settings, catalog: "Catalog") -> None:
@@ -118,7 +120,12 @@ class Serving(Protocol):
     async def drain(self) -> None: ...
 
 
-async def run(gateway: Serving, settings: Settings, leader: "Leader | None" = None) -> None:
+async def run(
+    gateway: Serving,
+    settings: Settings,
+    leader: "Leader | None" = None,
+    local_key: str | None = None,
+) -> None:
     """Serve until this process or another rank gets SIGTERM or SIGINT, then drain."""
     connections = lazy.connections
     connections.install(settings.send_timeout_s, _make_tls(settings))
@@ -156,7 +163,9 @@ async def run(gateway: Serving, settings: Settings, leader: "Leader | None" = No
     try:
         with listen(settings.binds, scheme=settings.scheme) as config.bind:
             readying = asyncio.create_task(_ready(gateway, settings, config.bind), name="ready")
-            await lazy.serve(gateway.asgi, config, shutdown_trigger=until_drained)
+            first = next(iter(find_places(config.bind)), Place(""))
+            with keep_key(local_key, first.host, first.port):
+                await lazy.serve(gateway.asgi, config, shutdown_trigger=until_drained)
             readying.cancel()
     except lazy.LifespanTimeoutError as error:  # a call hangs, and only an exit can end it
         log.critical("stuck", error=str(error))
