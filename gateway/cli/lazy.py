@@ -7,9 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from filelock import Timeout as Timeout
     from huggingface_hub import scan_cache_dir as scan_cache_dir
-    from huggingface_hub.utils._fixes import WeakFileLock as WeakFileLock
     from hypercorn.asyncio import serve as serve
     from hypercorn.utils import LifespanTimeoutError as LifespanTimeoutError
     from rich import progress as progress
@@ -21,19 +19,18 @@ if TYPE_CHECKING:
     from gateway.app import engines as engines
     from gateway.app import gateway as gateway
     from gateway.app import limits as limits
+    from gateway.app import prefix_files as prefix_files
     from gateway.app import ranks as ranks
     from gateway.app.chat_engines import count_kept as count_kept
     from gateway.app.named import hub_of as hub_of
-    from gateway.app.prefix_files import replacing as replacing
     from gateway.bench import load as load
     from gateway.doctor import trial as trial
+    from gateway.engine import blas as blas
     from gateway.engine import device as device
     from gateway.engine import hub as hub
     from gateway.engine import inputs as inputs
     from gateway.engine.answers.reasoning import infer_reasoning as infer_reasoning
     from gateway.engine.answers.tool_formats import infer_tools as infer_tools
-    from gateway.engine.blas import cache_folder as cache_folder
-    from gateway.engine.blas import open_folder as open_folder
     from gateway.engine.models import sharding as sharding
     from gateway.engine.models.notes import verified_by as verified_by
     from gateway.engine.vision.families import FAMILIES as FAMILIES
@@ -44,9 +41,7 @@ if TYPE_CHECKING:
     from gateway.serving.ranks import links as links
 
 _PLACES = {
-    "Timeout": "filelock:Timeout",
     "scan_cache_dir": "huggingface_hub:scan_cache_dir",
-    "WeakFileLock": "huggingface_hub.utils:WeakFileLock",
     "serve": "hypercorn.asyncio:serve",
     "Config": "gateway.server.connections:Config",
     "LifespanTimeoutError": "hypercorn.utils:LifespanTimeoutError",
@@ -58,19 +53,18 @@ _PLACES = {
     "engines": "gateway.app.engines",
     "gateway": "gateway.app.gateway",
     "limits": "gateway.app.limits",
+    "prefix_files": "gateway.app.prefix_files",
     "ranks": "gateway.app.ranks",
     "hub_of": "gateway.app.named:hub_of",
     "count_kept": "gateway.app.chat_engines:count_kept",
     "load": "gateway.bench.load",
     "trial": "gateway.doctor.trial",
+    "blas": "gateway.engine.blas",
     "device": "gateway.engine.device",
     "hub": "gateway.engine.hub",
     "inputs": "gateway.engine.inputs",
     "infer_reasoning": "gateway.engine.answers.reasoning:infer_reasoning",
     "infer_tools": "gateway.engine.answers.tool_formats:infer_tools",
-    "cache_folder": "gateway.engine.blas:cache_folder",
-    "replacing": "gateway.app.prefix_files:replacing",
-    "open_folder": "gateway.engine.blas:open_folder",
     "sharding": "gateway.engine.models.sharding",
     "verified_by": "gateway.engine.models.notes:verified_by",
     "FAMILIES": "gateway.engine.vision.families:FAMILIES",

@@ -20,7 +20,6 @@ from gateway.registry import (
     Catalog,
     HubSource,
     ModelSpec,
-    parse_source,
     read_short_names,
 )
 from gateway.settings import Settings, load_settings
@@ -28,7 +27,6 @@ from gateway.settings import Settings, load_settings
 if TYPE_CHECKING:
     from huggingface_hub import DeleteCacheStrategy
 
-LOCK_S = 0.05  # seconds to wait for the lock of a file that may be downloaded now
 STORE = "blobs"  # the folder of the cache for files that repositories share
 
 
@@ -67,12 +65,8 @@ def rm(
 def _read_name(model: str, catalog: Catalog, known: Mapping[str, str]) -> HubSource:
     """Return the repository of a model. Raises BadParameter for paths and packages."""
     try:
-        if model in catalog.names():
-            source = catalog.resolve(model).spec.source
-        elif model in known:
-            source = parse_source(known[model], Path.cwd())
-        else:
-            source = parse_name(model) or catalog.resolve(model).spec.source
+        source = None if model in catalog.names() else parse_name(known.get(model, model))
+        source = source or catalog.resolve(model).spec.source
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="MODEL") from None
     if not isinstance(source, HubSource):
@@ -109,9 +103,9 @@ def _unused(folder: Path, again: str) -> Iterator[None]:
     """Hold the locks of a repository's files. End the command if a file is being downloaded."""
     with ExitStack() as stack:
         try:
-            for lock in sorted((folder.parent / ".locks" / folder.name).glob("*.lock")):
-                stack.enter_context(lazy.WeakFileLock(lock, timeout=LOCK_S))
-        except lazy.Timeout:
+            for lock in (folder.parent / ".locks" / folder.name).glob("*.lock"):
+                stack.callback(os.close, lazy.prefix_files.lock(lock))
+        except OSError:
             fail(f"{folder} is being downloaded. Once that has ended, run:\n  {again}")
         yield
 

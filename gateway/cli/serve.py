@@ -22,7 +22,7 @@ import typer
 from gateway import __version__, logs
 from gateway.app.named import read_served
 from gateway.cli import lazy
-from gateway.cli.local_key import keep_key, make_key
+from gateway.cli.local_key import keep_key
 from gateway.cli.models import fetch_preloaded
 from gateway.cli.terminal import Discover, Host, ModelsFile, Names, Port, flags_of
 from gateway.doctor.machine import bind_problem, require_machine
@@ -76,9 +76,8 @@ def serve(
 
 
 def _serve_alone(settings: Settings, catalog: "Catalog") -> None:
-    engines, key = lazy.engines.MlxEngines(settings), make_key(settings)
-    served = lazy.gateway.Gateway(settings, catalog, engines, local_key=key)
-    asyncio.run(run(served, settings, local_key=key))
+    engines = lazy.engines.MlxEngines(settings)
+    asyncio.run(run(lazy.gateway.Gateway(settings, catalog, engines), settings))
 
 
 def _serve_as_rank(settings: Settings, catalog: "Catalog") -> None:
@@ -111,6 +110,7 @@ class Serving(Protocol):
 
     asgi: Any
     is_preloaded: asyncio.Event
+    local_key: str | None  # opens /admin to this user's commands
 
     def loaded(self) -> Sequence[ModelSpec]: ...
 
@@ -120,12 +120,7 @@ class Serving(Protocol):
     async def drain(self) -> None: ...
 
 
-async def run(
-    gateway: Serving,
-    settings: Settings,
-    leader: "Leader | None" = None,
-    local_key: str | None = None,
-) -> None:
+async def run(gateway: Serving, settings: Settings, leader: "Leader | None" = None) -> None:
     """Serve until this process or another rank gets SIGTERM or SIGINT, then drain."""
     connections = lazy.connections
     connections.install(settings.send_timeout_s, _make_tls(settings))
@@ -164,7 +159,7 @@ async def run(
         with listen(settings.binds, scheme=settings.scheme) as config.bind:
             readying = asyncio.create_task(_ready(gateway, settings, config.bind), name="ready")
             first = next(iter(find_places(config.bind)), Place(""))
-            with keep_key(local_key, first.host, first.port):
+            with keep_key(gateway.local_key, first.host, first.port):
                 await lazy.serve(gateway.asgi, config, shutdown_trigger=until_drained)
             readying.cancel()
     except lazy.LifespanTimeoutError as error:  # a call hangs, and only an exit can end it
