@@ -138,10 +138,10 @@ INSIDE: dict[str, dict[str, set[str]]] = {
 # shrinks lowers its budget; only the commit that says why raises one.
 BUDGET: dict[str, int] = {
     "__main__": 2,
-    "api": 2924,
-    "app": 1603,
+    "api": 2952,
+    "app": 1605,
     "bench": 302,
-    "cli": 1546,
+    "cli": 1820,
     "clock": 42,
     "doctor": 515,
     "engine": 16300,

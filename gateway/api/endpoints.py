@@ -381,7 +381,8 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "POST /admin/models/{name:path}/load",
         models.load,
         summary="Load a model",
-        details="Needs `GATEWAY_ADMIN_KEY`; without it `/admin` is off (404).",
+        details="Needs `GATEWAY_ADMIN_KEY`; without it `/admin` is off (404), but for the commands "
+        "[`load` and `stop`](hardening.md#the-admin-key).",
         answer=models.Model,
         errors=MODEL_ERRORS,
         is_admin=True,

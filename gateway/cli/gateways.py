@@ -107,21 +107,16 @@ def manage(url: str, settings: Settings, model: str, action: Literal["load", "un
 
     Return False if the model will be unloaded later, when its requests end.
     """
-    if settings.admin_key is not None:
-        key: str | None = settings.admin_key.get_secret_value()
-    else:
-        url = url.replace("//localhost:", "//127.0.0.1:")  # the address that has the key
-        key = read_key(url)
+    url = url.replace("//localhost:", "//127.0.0.1:")  # the address that `read_key` knows
+    key = settings.admin_key.get_secret_value() if settings.admin_key else read_key(url)
     path = f"/admin/models/{quote(model, safe='')}/{action}"
     status, answer = _ask(url, path, key, method="POST", timeout_s=LOAD_S)
     if status in (HTTPStatus.OK, HTTPStatus.ACCEPTED):
         return status == HTTPStatus.OK
-    error = answer.get("error") if isinstance(answer, dict) else None
-    if status is None or not isinstance(error, dict):
-        raise NoGateway(f"{url} did not answer (status {status}).")
+    error = (answer or {}).get("error", {})
     if status == HTTPStatus.UNAUTHORIZED or error.get("code") == "unknown_url":
         raise NoGateway(NO_ADMIN.format(url=url, action=action))
-    raise NoGateway(str(error.get("message")))
+    raise NoGateway(error.get("message", f"{url} gave no answer (status {status})."))
 
 
 def catalog_offers(catalog: Catalog, settings: Settings) -> list[Offer]:
@@ -265,8 +260,7 @@ def _fetch(
         with _DIRECTLY.open(request, timeout=timeout_s) as response:
             return response.status, response.read()
     except urllib.error.HTTPError as error:
-        with error, contextlib.suppress(OSError, HTTPException):
+        with error:
             return error.code, error.read()
-        return error.code, b""
     except (OSError, HTTPException, ValueError):
         return None, b""

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
@@ -30,8 +30,7 @@ from gateway.registry import ChatSpec, ModelSpec, is_gguf, source_id
 from gateway.settings import Settings, load_settings
 
 STOP = """\
-Name the model to unload; `mlx-gateway ps` lists those that are loaded:
-  mlx-gateway stop MODEL
+To unload a model, name it: mlx-gateway stop MODEL (mlx-gateway ps lists those that are loaded).
 To end a gateway, press Ctrl-C where it runs, or stop its service."""
 
 
@@ -73,19 +72,14 @@ def _describe(spec: ModelSpec, settings: Settings) -> Iterator[tuple[str, str]]:
 
 def _formats(spec: ChatSpec, files: Path) -> Iterator[tuple[str, str]]:
     """Yield the formats that a template tells. The load also looks at the vocabulary."""
-    config, tokenizer = (_read(files, name) for name in ("config.json", "tokenizer_config.json"))
-    own, kind = files / "chat_template.jinja", str(config.get("model_type"))
+    kind = str(json.loads((files / "config.json").read_bytes()).get("model_type"))
+    tokenizer = json.loads((files / "tokenizer_config.json").read_bytes())
+    own, declared = files / "chat_template.jinja", tokenizer.get("tool_parser_type")
     written = own.read_text(encoding="utf-8") if own.is_file() else tokenizer.get("chat_template")
-    text, declared = spec.chat_template or str(written or ""), tokenizer.get("tool_parser_type")
+    text = spec.chat_template or str(written or "")
     yield "template", f"{len(text):,} characters" if text else "none"
     yield "tools", spec.tool_parser or lazy.infer_tools((), text, kind, declared) or "none"
     yield "thoughts", spec.reasoning_parser or lazy.infer_reasoning((), text, kind)
-
-
-def _read(folder: Path, name: str) -> dict[str, Any]:
-    file = folder / name
-    found: dict[str, Any] = json.loads(file.read_bytes()) if file.is_file() else {}
-    return found
 
 
 def ps(port: GatewayPort = None) -> None:

@@ -170,7 +170,7 @@ def test_stop_ends_no_gateway(run: Run, gateway: Served) -> None:
     with gateway(admin_key="sesame") as port:
         outcome = run("stop", port=port, **ADMIN)
         assert outcome.returncode == 2
-        assert "mlx-gateway stop MODEL" in outcome.stderr
+        assert "name it: mlx-gateway stop MODEL (mlx-gateway ps lists" in outcome.stderr
         assert "press Ctrl-C where it runs" in outcome.stderr
         assert run("ps", port=port).returncode == 0
 
