@@ -28,6 +28,7 @@ import typer
 
 from gateway import __version__
 from gateway.cli import bench, doctor, launch, library, models, recommend, removal, serve
+from gateway.cli.gateways import NoGateway
 from gateway.cli.terminal import Command, Group, Listing, fail
 from gateway.errors import BlasUnusable, GatewayError, RegistryInvalid
 from gateway.settings import SettingsInvalid, origin, variable
@@ -53,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _application()(args=arguments, prog_name="mlx-gateway")
     except (SettingsInvalid, BlasUnusable) as error:
         fail(error, 2)
-    except (RegistryInvalid, GatewayError) as error:
+    except (RegistryInvalid, GatewayError, NoGateway) as error:
         fail(error)
     except OSError as error:
         # A bad temporary folder has the errno of a missing file: only the text differs.

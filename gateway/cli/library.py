@@ -13,7 +13,7 @@ import typer
 
 from gateway.app.named import load_served, parse_name
 from gateway.cli import lazy
-from gateway.cli.gateways import NoGateway, address, count_requests, find, list_running, manage
+from gateway.cli.gateways import address, count_requests, find, list_running, manage
 from gateway.cli.models import disk_state, list_models
 from gateway.cli.terminal import (
     Discover,
@@ -86,11 +86,8 @@ def ps(port: GatewayPort = None) -> None:
     """List the running gateway's loaded models: memory, time idle, requests in flight."""
     settings = load_settings({"port": port})
     url, rows = _require_running(settings), []
-    try:
-        counts, models = count_requests(url, settings), list_running(url, settings)
-    except NoGateway as error:
-        fail(error)
-    for model in models:
+    counts = count_requests(url, settings)
+    for model in list_running(url, settings):
         if model["id"] == model["root"] and model["state"] != "unloaded":
             used, nbytes = model["last_used"], model["bytes"]
             idle = str(timedelta(seconds=max(0, int(time.time() - used)))) if used else ""
@@ -126,18 +123,14 @@ def _manage(model: str, action: Literal["load", "unload"], settings: Settings) -
     url = _require_running(settings)
     try:
         source = parse_name(model)
-        name = model if source is None else source_id(source)
-        return name, manage(url, settings, name, action)
     except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="MODEL") from None
-    except NoGateway as error:
-        fail(error)
+        fail(error, 2)
+    name = model if source is None else source_id(source)
+    return name, manage(url, settings, name, action)
 
 
 def _require_running(settings: Settings) -> str:
     url, where = find(settings), address(settings) or "a known port"
     if url is None:
-        fail(
-            f"No gateway answers at {where}. Name its port by --port, or run:\n  mlx-gateway serve"
-        )
+        fail(f"No gateway answers at {where}. Name its --port, or run:\n  mlx-gateway serve")
     return url

@@ -13,7 +13,7 @@ import typer
 
 from gateway.app.named import load_served, parse_name
 from gateway.cli import lazy
-from gateway.cli.gateways import NoGateway, find, list_running
+from gateway.cli.gateways import find, list_running
 from gateway.cli.terminal import ModelName, ModelsFile, fail
 from gateway.logs import human_bytes
 from gateway.registry import (
@@ -63,15 +63,14 @@ def rm(
 
 
 def _read_name(model: str, catalog: Catalog, known: Mapping[str, str]) -> HubSource:
-    """Return the repository of a model. Raises BadParameter for paths and packages."""
+    """Return the repository of a model. End the command for a path or a package."""
     try:
         source = None if model in catalog.names() else parse_name(known.get(model, model))
         source = source or catalog.resolve(model).spec.source
     except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="MODEL") from None
+        fail(error, 2)
     if not isinstance(source, HubSource):
-        problem = f"{source} is no download of the hub (hub:org/name); only those are removed"
-        raise typer.BadParameter(problem, param_hint="MODEL")
+        fail(f"{source} is no download of the hub (hub:org/name); only those are removed.", 2)
     return source
 
 
@@ -86,12 +85,8 @@ def _require_unloaded(
     """End the command if the running gateway has loaded a model of a repository, by these ids or by
     the repository's name, or does not tell.
     """
-    try:
-        url = find(settings)
-        running = [] if url is None else list_running(url, settings)
-    except NoGateway as error:
-        fail(error)
-    for model in running:
+    url = find(settings)
+    for model in list_running(url, settings) if url else ():
         root, name = model["root"], shlex.quote(model["root"])
         is_same = root in ids or f"{root}/".startswith(f"{source.repo}/")
         if is_same and model["state"] in ("loading", "loaded"):

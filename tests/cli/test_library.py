@@ -113,8 +113,7 @@ def test_without_a_gateway_the_next_step_is_serve(run: Run, arguments: tuple[str
     outcome = run(*arguments)
     assert (outcome.returncode, outcome.stdout) == (1, "")
     assert outcome.stderr == (
-        "No gateway answers at http://127.0.0.1:1. Name its port by --port, or run:\n"
-        "  mlx-gateway serve\n"
+        "No gateway answers at http://127.0.0.1:1. Name its --port, or run:\n  mlx-gateway serve\n"
     )
     assert "at a known port." in run(*arguments, port="0").stderr
 
