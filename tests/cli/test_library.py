@@ -141,20 +141,28 @@ def test_ps_counts_requests_and_stop_lets_them_end(run: Run, gateway: Served) ->
     engines = ScriptedEngines()
     with gateway(engines, admin_key="sesame", api_keys="k", load_wait_s=0.1) as port:
         assert run("load", "w", port=port, **ADMIN).returncode == 0
-        question = {"model": "w", "messages": [{"role": "user", "content": "Hi"}]}
-        engines.chat.gate.close()
-        url, key = f"http://127.0.0.1:{port}/v1/chat/completions", {"authorization": "Bearer k"}
-        with ThreadPoolExecutor() as threads:
-            answer = threads.submit(httpx2.post, url, json=question, headers=key, timeout=60)
-            try:
-                assert engines.chat.gate.reached.wait(20)
-                line = run("ps", port=port, GATEWAY_API_KEYS="k").stdout
-                assert line.rstrip("\n").endswith("\t1")
-                stopped = run("stop", "w", port=port, **ADMIN)
-            finally:
-                engines.chat.gate.open()
-        assert answer.result().status_code == 200, answer.result().text
+        with answering(port, engines):
+            line = run("ps", port=port, GATEWAY_API_KEYS="k").stdout
+        assert line.rstrip("\n").endswith("\t1")
+        with answering(port, engines):
+            stopped = run("stop", "w", port=port, **ADMIN)
     assert stopped.stdout.startswith("w will be unloaded when its requests end;")
+
+
+@contextmanager
+def answering(port: str, engines: ScriptedEngines) -> Iterator[None]:
+    """Hold an answer under way until the context ends."""
+    url, key = f"http://127.0.0.1:{port}/v1/chat/completions", {"authorization": "Bearer k"}
+    question = {"model": "w", "messages": [{"role": "user", "content": "Hi"}]}
+    engines.chat.gate.close()
+    with ThreadPoolExecutor() as threads:
+        answer = threads.submit(httpx2.post, url, json=question, headers=key, timeout=60)
+        try:
+            assert engines.chat.gate.reached.wait(20)
+            yield
+        finally:
+            engines.chat.gate.open()
+    assert answer.result().status_code == 200, answer.result().text
 
 
 def test_a_model_that_the_gateway_lacks_is_named(run: Run, gateway: Served) -> None:
@@ -203,7 +211,8 @@ class Keyed:
         self.port = url.rpartition(":")[2]
 
     def post(self, headers: Mapping[str, str], **given: Any) -> httpx2.Response:
-        return httpx2.post(f"{self.url}/admin/models/w/load", headers=headers, **given)
+        url = f"{self.url}/admin/models/w/load"
+        return httpx2.post(url, headers=headers, timeout=60, **given)
 
 
 @pytest.fixture
@@ -256,15 +265,16 @@ def test_to_everybody_else_there_is_no_admin(
             assert [*answers[0].headers] == [*answers[1].headers]
         for method in ("GET", "HEAD", "OPTIONS", "PUT"):
             answers = [
-                httpx2.request(method, f"{each.url}/admin/reload") for each in (keyed, plain)
+                httpx2.request(method, f"{each.url}/admin/reload", timeout=60)
+                for each in (keyed, plain)
             ]
             assert answers[0].status_code == answers[1].status_code == 404
             assert answers[0].text == answers[1].text
     assert keyed.post({"authorization": f"Bearer {keyed.key}"}).status_code == 200
     assert keyed.post({"x-api-key": keyed.key}).status_code == 200
-    document = httpx2.get(f"{keyed.url}/openapi.json").text
+    document = httpx2.get(f"{keyed.url}/openapi.json", timeout=60).text
     assert "/admin" not in document.replace("`/admin`", "")
-    with httpx2.stream("GET", f"{keyed.url}/dashboard/samples") as samples:
+    with httpx2.stream("GET", f"{keyed.url}/dashboard/samples", timeout=60) as samples:
         assert json.loads(next(samples.iter_lines()))["has_admin"] is False
 
 
@@ -274,11 +284,13 @@ def test_the_key_opens_nothing_but_admin(home: Path, portal: BlockingPortal) -> 
     with capture_logs(), portal.wrap_async_context_manager(served_app(gateway.asgi, own)) as client:
         url = f"http://127.0.0.1:{port_of(client)}"
         headers = {"authorization": f"Bearer {gateway.local_key}"}
-        assert httpx2.get(f"{url}/v1/models", headers=headers).status_code == 401
-        assert httpx2.post(f"{url}/admin/reload", headers=headers).status_code != 401
-        headers = {"authorization": "Bearer k"}
-        assert httpx2.post(f"{url}/admin/reload", headers=headers).status_code == 404
-        assert httpx2.post(f"{url}/admin/reload").status_code == 401
+        user, nobody = {"authorization": "Bearer k"}, dict[str, str]()
+        assert httpx2.get(f"{url}/v1/models", headers=headers, timeout=60).status_code == 401
+        for given, status in ((headers, 404), (user, 404), (nobody, 401)):
+            path = "/admin/models/nobody/unload"
+            answer = httpx2.post(url + path, headers=given, timeout=60)
+            assert answer.status_code == status
+            assert ("model_not_found" in answer.text) is (given is headers)
 
 
 @pytest.mark.parametrize(
