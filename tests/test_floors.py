@@ -140,10 +140,10 @@ INSIDE: dict[str, dict[str, set[str]]] = {
 # shrinks lowers its budget; only the commit that says why raises one.
 BUDGET: dict[str, int] = {
     "__main__": 2,
-    "api": 2931,
-    "app": 1611,
+    "api": 2959,
+    "app": 1613,
     "bench": 306,
-    "cli": 1988,
+    "cli": 2251,
     "clock": 42,
     "doctor": 526,
     "engine": 16145,

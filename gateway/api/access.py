@@ -46,6 +46,7 @@ class AccessRules:
     """The settings for access: who may send requests, and how many."""
 
     admin_key: str | None  # the only key for /admin, if set
+    local_key: str | None = None  # opens /admin to this user's commands, and hides it from others
     keys: Sequence[str]
     shares_prefixes: bool
     hosts: Sequence[str]
@@ -109,6 +110,7 @@ class Guard:
         self._in_flight = in_flight
         self._keys = [_digest(key.encode()) for key in rules.keys]
         self._admin_keys = [_digest(rules.admin_key.encode())] if rules.admin_key else self._keys
+        self._local_keys = [_digest(rules.local_key.encode())] if rules.local_key else []
         self._has_salts = len(self._keys) > 1 and not rules.shares_prefixes
         self._hosts = frozenset(host.lower() for host in rules.hosts)
         self._origins = origins
@@ -129,9 +131,16 @@ class Guard:
         await self._app(scope, receive, send)
 
     def _identify(self, context: RequestContext) -> None:
-        keys = self._admin_keys if context.scope["path"].startswith(ADMIN) else self._keys
+        is_admin = context.scope["path"].startswith(ADMIN)
+        if is_admin and self._local_keys:
+            with contextlib.suppress(Unauthorized):
+                _key_id(context.headers, self._local_keys)
+                context.is_admin = True
+                return
+        keys = self._admin_keys if is_admin else self._keys
         if keys:
             context.key_id = _key_id(context.headers, keys)
+            context.is_admin = keys is not self._keys
             context.cache_salt = context.key_id if self._has_salts else ""
             return
         self._check_page(context.scope, context.headers)

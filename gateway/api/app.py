@@ -11,10 +11,10 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.api import dashboard
-from gateway.api.access import AccessRules, protect
+from gateway.api.access import ADMIN, AccessRules, protect
 from gateway.api.bodies import Bodies
 from gateway.api.endpoints import ENDPOINTS, METERED_PATHS, OPEN_PATHS, PATHS, UNSERVED
-from gateway.api.in_flight import InFlight
+from gateway.api.in_flight import InFlight, context_of
 from gateway.api.requests import Service
 from gateway.errors import GatewayError, MethodNotAllowed, UnknownUrl, shorten
 
@@ -31,11 +31,12 @@ def create_app(
     tracer: "Tracer | None",
     lifespan: Callable[[], contextlib.AbstractAsyncContextManager[None]],
 ) -> ASGIApp:
+    exposure = service.exposure._replace(has_admin=True)  # `route` hides /admin
     router = Router(
         [
             Route(path, partial(endpoint.handler, service), methods=[endpoint.method])
             for endpoint in ENDPOINTS
-            if endpoint.is_served(service.exposure)
+            if endpoint.is_served(exposure)
             for path in endpoint.paths
         ],
         redirect_slashes=False,
@@ -47,6 +48,9 @@ def create_app(
         # instead of answering.
         scope["app"] = router
         try:
+            is_admin = scope["type"] == "http" and scope["path"].startswith(ADMIN)
+            if is_admin and not context_of(scope).is_admin:
+                raise HTTPException(HTTPStatus.NOT_FOUND)
             await router(scope, receive, send)
         except HTTPException as error:
             raise _refusal(error, scope["method"], scope["path"]) from None

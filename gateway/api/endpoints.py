@@ -297,6 +297,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint(
         "GET /health",
         ops.health,
+        also="/healthz",
         summary="Check that the engine works",
         details="200 while the device's thread makes progress, else 503.",
         answer=ops.Health,
@@ -313,6 +314,13 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         answer=ops.Ready,
         statuses=(200, 503),
         is_open=True,
+        is_traced=False,
+    ),
+    Endpoint(
+        "GET /version",
+        ops.version,
+        summary="Return the gateway's version, as vLLM does",
+        answer=ops.Version,
         is_traced=False,
     ),
     Endpoint(
@@ -373,7 +381,8 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "POST /admin/models/{name:path}/load",
         models.load,
         summary="Load a model",
-        details="Needs `GATEWAY_ADMIN_KEY`; without it `/admin` is off (404).",
+        details="Needs `GATEWAY_ADMIN_KEY`; without it `/admin` is off (404), but for the commands "
+        "[`load` and `stop`](hardening.md#the-admin-key).",
         answer=models.Model,
         errors=MODEL_ERRORS,
         is_admin=True,

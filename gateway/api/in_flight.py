@@ -54,6 +54,7 @@ class RequestContext:
 
     # The guard sets these before any handler runs; `Rates` sets `rate_headers`.
     is_known: bool = False  # True: the caller may list models
+    is_admin: bool = False  # True: the caller has sent a key that opens /admin
     key_id: str | None = None
     cache_salt: str = ""  # keeps the cached prompts of different keys apart
     rate_headers: Callable[[], Iterable[tuple[bytes, bytes]]] = tuple

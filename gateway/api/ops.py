@@ -1,4 +1,4 @@
-"""GET /health, /ready, /metrics and /openapi.json, for supervisors and tools."""
+"""GET /health, /ready, /version, /metrics and /openapi.json, for supervisors and tools."""
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
+from gateway import __version__
 from gateway import metrics as instruments
 from gateway.api.in_flight import context_of
 from gateway.api.openapi import Endpoint, document
@@ -37,6 +38,12 @@ class Index(TypedDict):
     openapi: str
 
 
+class Version(TypedDict):
+    """The version of the gateway."""
+
+    version: str
+
+
 async def index(service: Service, request: Request) -> Response:
     """Answer agents that send a request to the base URL to find the server."""
     body: Index = {"name": "mlx-gateway", "models": "/v1/models", "openapi": "/openapi.json"}
@@ -55,6 +62,11 @@ async def ready(service: Service, request: Request) -> Response:
     if context_of(request).is_known:
         body["models"] = service.models.states()
     return reply(body, 200 if status == "ready" else 503)
+
+
+async def version(service: Service, request: Request) -> Response:
+    body: Version = {"version": __version__}
+    return reply(body)
 
 
 async def metrics(service: Service, request: Request) -> Response:

@@ -3,9 +3,11 @@
 import asyncio
 import contextlib
 import os
+import secrets
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -43,7 +45,7 @@ from gateway.serving.rate_limit import Allowance
 from gateway.serving.response_store import ResponseStore
 from gateway.serving.tokenize import ThreadPools
 from gateway.serving.watch import StallLimits, Watch
-from gateway.settings import Settings, exports_traces
+from gateway.settings import Settings, exports_traces, is_local
 from gateway.wire.bounds import Bounds
 
 if TYPE_CHECKING:
@@ -68,6 +70,9 @@ class Gateway:
         lost: Callable[[], str | None] = lambda: None,
     ) -> None:
         self._settings = settings
+        # A key for the commands of this user, if no key opens /admin and only this machine can ask.
+        is_needed = settings.admin_key is None and all(map(is_local, settings.binds))
+        self.local_key = secrets.token_urlsafe() if is_needed else None
         self._served = Served(catalog)
         self._engines = engines
         self._lane = _make_lane(settings, engines)
@@ -162,7 +167,7 @@ class Gateway:
     def _make_app(self) -> ASGIApp:
         return app.create_app(
             self._service(),
-            access_rules(self._settings),
+            replace(access_rules(self._settings), local_key=self.local_key),
             in_flight=self.in_flight,
             bodies=self._bodies,
             tracer=self._tracer,

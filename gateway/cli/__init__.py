@@ -3,6 +3,8 @@
 serve      runs the gateway until it is stopped
 run        asks a model, or talks with it on a terminal
 models     commands about models.yaml and its models: check, config, init, models, pull, schema
+library    commands about models here and in the running gateway: list, load, ps, show, stop
+removal    the command `rm`: removes a model's files from the hub's cache
 recommend  the command `models recommend`: lists the models of the catalogue that fit a machine
 doctor     checks the machine or, with --engine, the models
 bench      measures a server
@@ -12,7 +14,8 @@ answers    reads answers from a gateway, without control characters
 screen     shows answers while they are written
 editor     reads prompts on a terminal
 agents     the setups of the coding agents and tools that launch and connect know
-gateways   finds the running gateway for a tool, or starts one
+gateways   finds the running gateway, or starts one for a tool; asks it about its models
+local_key  the key that opens /admin of a gateway on loopback to its user's commands
 terminal   options that several commands share, and tables
 lazy       modules that are imported at their first use, such as mlx
 
@@ -22,31 +25,31 @@ The exit status is 2 for wrong usage or settings, and 1 for other failures.
 import contextlib
 import errno
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated
 
 import typer
 
 from gateway import __version__
-from gateway.cli import bench, doctor, launch, models, recommend, run, serve
+from gateway.cli import bench, doctor, launch, library, models, recommend, removal, run, serve
+from gateway.cli.gateways import NoGateway
 from gateway.cli.terminal import Command, Group, Listing, fail
 from gateway.errors import BlasUnusable, GatewayError, RegistryInvalid
 from gateway.settings import SettingsInvalid, origin, variable
 
-COMMANDS: tuple[Callable[..., None], ...] = (
-    run.run,
-    serve.serve,
-    bench.bench,
-    models.check,
-    models.config,
-    launch.connect,
-    doctor.doctor,
-    models.init,
-    launch.launch,
-    models.pull,
-    models.schema,
-)
+# In the order of the help, by its headings.
+COMMANDS: Mapping[str, Sequence[Callable[..., None]]] = {
+    "Serve and ask": (serve.serve, run.run),
+    "Models": (
+        *(library.list_, models.pull, library.show, library.ps, library.load, library.stop),
+        removal.rm,
+    ),
+    "Tools": (launch.launch, launch.connect),
+    "Machine and settings": (
+        *(doctor.doctor, bench.bench, models.check, models.config, models.init, models.schema),
+    ),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -56,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _application()(args=arguments, prog_name="mlx-gateway")
     except (SettingsInvalid, BlasUnusable) as error:
         fail(error, 2)
-    except (RegistryInvalid, GatewayError) as error:
+    except (RegistryInvalid, GatewayError, NoGateway) as error:
         fail(error)
     except OSError as error:
         # A bad temporary folder has the errno of a missing file: only the text differs.
@@ -79,21 +82,25 @@ def _application() -> typer.Typer:
         help="The OpenAI-compatible gateway for MLX models.",
         cls=Group,
         no_args_is_help=True,
-        add_completion=False,
         pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
     )
-    for command in COMMANDS:
-        app.command(command.__name__, cls=Command)(command)
+    for heading, commands in COMMANDS.items():
+        for command in commands:
+            name = command.__name__.rstrip("_")
+            app.command(name, cls=Command, rich_help_panel=heading)(command)
     listing = typer.Typer(cls=Listing)
     listing.callback(invoke_without_command=True)(models.models)
     listing.command("recommend", cls=Command)(recommend.recommend)
-    app.add_typer(listing, name="models")
+    app.add_typer(listing, name="models", rich_help_panel="Models")
 
     @app.callback()
     def _root(
         _: Annotated[
             bool,
-            typer.Option("--version", callback=_version, is_eager=True, help="Print the version."),
+            typer.Option(
+                "-v", "--version", callback=_version, is_eager=True, help="Print the version."
+            ),
         ] = False,
     ) -> None:
         """Serve MLX models to OpenAI's clients."""

@@ -17,16 +17,24 @@ from dataclasses import replace
 from http import HTTPStatus
 from http.client import HTTPException
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+from urllib.parse import quote
 
 from gateway.cli import lazy
 from gateway.cli.agents import Offer
+from gateway.cli.local_key import read_key
 from gateway.cli.serve import ANYWHERE
 from gateway.errors import GatewayError
 from gateway.registry import Catalog, ChatSpec, HubSource, ModelSpec
 from gateway.settings import Settings, with_port
 
 ASK_S = 5
+LOAD_S = 3600  # seconds for a load, which may download the model
+NO_ADMIN = """\
+{url} lets nobody {action} a model by the key that this command has: set GATEWAY_ADMIN_KEY to the
+gateway's. If the gateway has none, stop it and run:
+  export GATEWAY_ADMIN_KEY="$(openssl rand -hex 24)"
+  mlx-gateway serve"""
 POLL_S = 0.1
 STOP_S = 15  # seconds after the drain until a gateway is killed
 LAST_LINES = 5
@@ -64,21 +72,51 @@ def find(settings: Settings) -> str | None:
     return None
 
 
-def list_offers(url: str, settings: Settings, catalog: Catalog) -> list[Offer]:
-    """Return a running gateway's models. Raises NoGateway if it lists none."""
+def list_running(url: str, settings: Settings) -> list[dict[str, Any]]:
+    """Return a running gateway's list of models. Raises NoGateway if it lists none."""
     status, answer = _ask(url, "/v1/models", first_key(settings))
     if status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
         raise NoGateway(f"{url} refuses us ({status}). Set GATEWAY_API_KEYS to one of its keys.")
     if not isinstance(answer, dict) or not isinstance(answer.get("data"), list):
         raise NoGateway(f"{url}/v1/models does not list its models (status {status}).")
+    models: list[dict[str, Any]] = answer["data"]
+    return models
+
+
+def list_offers(url: str, settings: Settings, catalog: Catalog) -> list[Offer]:
+    """Return a running gateway's models. Raises NoGateway if it lists none."""
     offers = []
-    for model in answer["data"]:
+    for model in list_running(url, settings):
         # Both fields are null for a model that is not on the gateway's disk.
         context, modalities = model.get("max_model_len"), model.get("input_modalities")
         offer = Offer(model["id"], model["root"], model["kind"], context, modalities or ("text",))
         spec = catalog.by_id(offer.id)
         offers.append(_explain(offer, spec, is_here=modalities is not None))
     return offers
+
+
+def count_requests(url: str, settings: Settings) -> dict[str, int]:
+    """Return the requests in flight of a running gateway's models, by id."""
+    _, text = _fetch(url, "/metrics", first_key(settings))
+    counts = re.findall(r'^gateway_leases{model="(.+)"} (\d+)', text.decode(), re.MULTILINE)
+    return {model: int(count) for model, count in counts}
+
+
+def manage(url: str, settings: Settings, model: str, action: Literal["load", "unload"]) -> bool:
+    """Load or unload a model of a running gateway. Raises NoGateway.
+
+    Return False if the model will be unloaded later, when its requests end.
+    """
+    url = url.replace("//localhost:", "//127.0.0.1:")  # the address that `read_key` knows
+    key = settings.admin_key.get_secret_value() if settings.admin_key else read_key(url)
+    path = f"/admin/models/{quote(model, safe='')}/{action}"
+    status, answer = _ask(url, path, key, method="POST", timeout_s=LOAD_S)
+    if status in (HTTPStatus.OK, HTTPStatus.ACCEPTED):
+        return status == HTTPStatus.OK
+    error = (answer or {}).get("error", {})
+    if status == HTTPStatus.UNAUTHORIZED or error.get("code") == "unknown_url":
+        raise NoGateway(NO_ADMIN.format(url=url, action=action))
+    raise NoGateway(error.get("message", f"{url} gave no answer (status {status})."))
 
 
 def catalog_offers(catalog: Catalog, settings: Settings) -> list[Offer]:
@@ -226,19 +264,25 @@ def reached(
             print(error, file=sys.stderr)
 
 
-def _ask(url: str, path: str, key: str | None = None) -> tuple[int | None, Any]:
-    request = urllib.request.Request(url + path)
-    if key is not None:
-        request.add_header("Authorization", f"Bearer {key}")
-    try:
-        with DIRECTLY.open(request, timeout=ASK_S) as response:
-            status, body = response.status, response.read()
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, None
-    except (OSError, HTTPException, ValueError):
-        return None, None
+def _ask(url: str, path: str, key: str | None = None, **options: Any) -> tuple[int | None, Any]:
+    status, body = _fetch(url, path, key, **options)
     try:
         return status, json.loads(body)
     except ValueError:
         return status, None
+
+
+def _fetch(
+    url: str, path: str, key: str | None = None, *, method: str = "GET", timeout_s: float = ASK_S
+) -> tuple[int | None, bytes]:
+    request = urllib.request.Request(url + path, method=method)
+    if key is not None:
+        request.add_header("Authorization", f"Bearer {key}")
+    try:
+        with DIRECTLY.open(request, timeout=timeout_s) as response:
+            return response.status, response.read()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read()
+    except (OSError, HTTPException, ValueError):
+        return None, b""

@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from huggingface_hub import scan_cache_dir as scan_cache_dir
     from hypercorn.asyncio import serve as serve
     from hypercorn.utils import LifespanTimeoutError as LifespanTimeoutError
     from rich import progress as progress
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from gateway.app import engines as engines
     from gateway.app import gateway as gateway
     from gateway.app import limits as limits
+    from gateway.app import prefix_files as prefix_files
     from gateway.app import ranks as ranks
     from gateway.app.chat_engines import count_kept as count_kept
     from gateway.app.named import hub_of as hub_of
@@ -25,9 +27,12 @@ if TYPE_CHECKING:
     from gateway.cli import editor as editor
     from gateway.cli import screen as screen
     from gateway.doctor import trial as trial
+    from gateway.engine import blas as blas
     from gateway.engine import device as device
     from gateway.engine import hub as hub
     from gateway.engine import inputs as inputs
+    from gateway.engine.answers.reasoning import infer_reasoning as infer_reasoning
+    from gateway.engine.answers.tool_formats import infer_tools as infer_tools
     from gateway.engine.models import sharding as sharding
     from gateway.engine.models.notes import verified_by as verified_by
     from gateway.engine.vision.families import FAMILIES as FAMILIES
@@ -38,6 +43,7 @@ if TYPE_CHECKING:
     from gateway.serving.ranks import links as links
 
 _PLACES = {
+    "scan_cache_dir": "huggingface_hub:scan_cache_dir",
     "serve": "hypercorn.asyncio:serve",
     "Config": "gateway.server.connections:Config",
     "LifespanTimeoutError": "hypercorn.utils:LifespanTimeoutError",
@@ -49,6 +55,7 @@ _PLACES = {
     "engines": "gateway.app.engines",
     "gateway": "gateway.app.gateway",
     "limits": "gateway.app.limits",
+    "prefix_files": "gateway.app.prefix_files",
     "ranks": "gateway.app.ranks",
     "hub_of": "gateway.app.named:hub_of",
     "count_kept": "gateway.app.chat_engines:count_kept",
@@ -56,9 +63,12 @@ _PLACES = {
     "editor": "gateway.cli.editor",
     "screen": "gateway.cli.screen",
     "trial": "gateway.doctor.trial",
+    "blas": "gateway.engine.blas",
     "device": "gateway.engine.device",
     "hub": "gateway.engine.hub",
     "inputs": "gateway.engine.inputs",
+    "infer_reasoning": "gateway.engine.answers.reasoning:infer_reasoning",
+    "infer_tools": "gateway.engine.answers.tool_formats:infer_tools",
     "sharding": "gateway.engine.models.sharding",
     "verified_by": "gateway.engine.models.notes:verified_by",
     "FAMILIES": "gateway.engine.vision.families:FAMILIES",

@@ -6,14 +6,24 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
 from gateway import logs
 from gateway.app.named import read_served
 from gateway.cli import lazy
-from gateway.cli.terminal import Discover, Host, ModelsFile, Names, Port, fail, flags_of, show
+from gateway.cli.terminal import (
+    Discover,
+    Host,
+    ModelName,
+    ModelsFile,
+    Names,
+    Port,
+    fail,
+    flags_of,
+    show,
+)
 from gateway.doctor.machine import require_machine
 from gateway.errors import GatewayError
 from gateway.logs import human_bytes
@@ -42,6 +52,7 @@ if TYPE_CHECKING:
 log = logs.get("models")
 
 REFRESH_S = 0.2
+Row: TypeAlias = tuple[str, ...]
 
 
 def check(
@@ -124,33 +135,43 @@ def models(
     names: Names = None,
     models: ModelsFile = None,
     discover: Discover = False,
+    is_long: Annotated[
+        bool, typer.Option("--long", help="Print aliases and sources on a terminal too.")
+    ] = False,
 ) -> None:
-    """List the models: id, kind, aliases, source, whether they are on disk, and their size.
+    """List the models: id, kind, whether they are on disk, and their size.
 
-    Models that are found but cannot be served are listed with the reason.
+    Off a terminal, aliases and sources are columns too. Models that are found but cannot be served
+    are listed with the reason.
     """
-    if context.invoked_subcommand is not None:
-        return
-    settings = load_settings(flags_of(models, names, discover=discover))
+    if context.invoked_subcommand is None:
+        settings = load_settings(flags_of(models, names, discover=discover))
+        list_models(settings, is_long=is_long or not sys.stdout.isatty())
+
+
+def list_models(settings: Settings, *, is_long: bool) -> None:
     reading = read_served(settings)
     reading.require_valid()
     hub = lazy.hub_of(settings, may_download=False)
-    rows = [
+    columns: Row = ("Id", "Kind", "Aliases", "Source", "On disk", "Size")
+    rows: list[Row] = [
         (
             spec.id,
             spec.kind,
             ", ".join(alias.name for alias in spec.aliases),
             str(spec.source),
-            *_on_disk(spec, hub),
+            *disk_state(spec, hub),
         )
         for spec in reading.catalog.specs
     ]
-    show(("Id", "Kind", "Aliases", "Source", "On disk", "Size"), rows)
+    if not is_long:
+        columns, *rows = [(*row[:2], *row[4:]) for row in (columns, *rows)]
+    show(columns, rows)
     for model, why in reading.left_out.items():
         print(f"{model} is not served: {why}", file=sys.stderr)
 
 
-def _on_disk(spec: ModelSpec, hub: "Hub") -> tuple[str, str]:
+def disk_state(spec: ModelSpec, hub: "Hub") -> tuple[str, str]:
     try:
         folder = lazy.hub.on_disk(spec, hub)
     except GatewayError:
@@ -166,9 +187,7 @@ def _on_disk(spec: ModelSpec, hub: "Hub") -> tuple[str, str]:
 
 
 def pull(
-    model: Annotated[
-        str, typer.Argument(help="The model's id, an alias, or any name that `serve` takes.")
-    ],
+    model: ModelName,
     models: ModelsFile = None,
 ) -> None:
     """Download a model, so that no request has to wait for it.

@@ -20,7 +20,7 @@ from gateway.cli.conversation import COMMANDS, Conversation, Refused, find_pictu
 from gateway.cli.gateways import NoGateway, find, first_key, list_offers, reached
 from gateway.cli.launch import Signals
 from gateway.cli.models import fetch_preloaded
-from gateway.cli.terminal import ModelsFile, fail, show
+from gateway.cli.terminal import ModelsFile, complete_model, fail, show
 from gateway.registry import Catalog, source_id
 from gateway.settings import Settings, load_settings
 
@@ -28,7 +28,9 @@ _FAILURES = (AnswerFailed, NoGateway, NoModel, OSError, Refused)
 
 
 def run(
-    model: str = typer.Argument(help="A chat model, by any name that `serve` takes."),
+    model: str = typer.Argument(
+        help="A chat model, by any name that `serve` takes.", autocompletion=complete_model
+    ),
     prompt: str | None = typer.Argument(None, help="The question; without it, a conversation."),
     system: str | None = typer.Option(None, help="The system prompt."),
     think: bool | None = typer.Option(

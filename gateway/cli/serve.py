@@ -22,6 +22,7 @@ import typer
 from gateway import __version__, logs
 from gateway.app.named import read_served
 from gateway.cli import lazy
+from gateway.cli.local_key import keep_key
 from gateway.cli.models import fetch_preloaded
 from gateway.cli.terminal import Discover, Host, ModelsFile, Names, Port, flags_of
 from gateway.doctor.machine import bind_problem, require_machine
@@ -109,6 +110,7 @@ class Serving(Protocol):
 
     asgi: Any
     is_preloaded: asyncio.Event
+    local_key: str | None  # opens /admin to this user's commands
 
     def loaded(self) -> Sequence[ModelSpec]: ...
 
@@ -156,7 +158,9 @@ async def run(gateway: Serving, settings: Settings, leader: "Leader | None" = No
     try:
         with listen(settings.binds, scheme=settings.scheme) as config.bind:
             readying = asyncio.create_task(_ready(gateway, settings, config.bind), name="ready")
-            await lazy.serve(gateway.asgi, config, shutdown_trigger=until_drained)
+            first = next(iter(find_places(config.bind)), Place(""))
+            with keep_key(gateway.local_key, first.host, first.port):
+                await lazy.serve(gateway.asgi, config, shutdown_trigger=until_drained)
             readying.cancel()
     except lazy.LifespanTimeoutError as error:  # a call hangs, and only an exit can end it
         log.critical("stuck", error=str(error))

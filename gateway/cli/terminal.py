@@ -1,5 +1,6 @@
 """Options that several commands share, and output: tables and messages."""
 
+import contextlib
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -8,17 +9,41 @@ from typing import Annotated, Any, NoReturn, TypeAlias
 import typer
 from typer.core import TyperCommand, TyperGroup, TyperOption
 
+from gateway.app.named import load_served
 from gateway.cli import lazy
+from gateway.registry import read_short_names
+from gateway.settings import load_settings
 
 ModelsFile: TypeAlias = Annotated[
     Path | None,
     typer.Option("--models", help="The models file (GATEWAY_MODELS)."),
 ]
+
+
+def complete_model(incomplete: str) -> list[str]:
+    """Return the names of models.yaml and the catalogue that begin like this, for a shell."""
+    names = [*read_short_names()]
+    with contextlib.suppress(Exception):  # a shell has no place for messages
+        names += load_served(load_settings({})).names()
+    return sorted({name for name in names if name.startswith(incomplete)})
+
+
+ModelName: TypeAlias = Annotated[
+    str,
+    typer.Argument(
+        help="The model's id, an alias, or any name that `serve` takes.",
+        autocompletion=complete_model,
+    ),
+]
+GatewayPort: TypeAlias = Annotated[
+    int | None, typer.Option("--port", help="Port of the running gateway (GATEWAY_PORT).")
+]
 Names: TypeAlias = Annotated[
     list[str] | None,
     typer.Argument(
         help="Models to serve by name: hub:org/name, a folder, a GGUF file, or ids "
-        "(GATEWAY_SERVE). Without --models, only these are served."
+        "(GATEWAY_SERVE). Without --models, only these are served.",
+        autocompletion=complete_model,
     ),
 ]
 Discover: TypeAlias = Annotated[

@@ -9,6 +9,7 @@ import pytest
 import structlog
 from httpx2 import AsyncClient
 
+from gateway import __version__
 from gateway.errors import ModelLoadFailed
 from gateway.registry import Catalog, ModelSpec
 from tests.api.harness import chat, error_of
@@ -227,3 +228,21 @@ async def test_preloading_more_than_there_are_places_is_warned_of(tmp_path: Path
         async with served(models, ScriptedEngines(), cache_max_models=2):
             pass
     assert not [line for line in lines if line["event"] == "preload_beyond_limit"]
+
+
+async def test_the_version_is_told_to_those_who_have_a_key(
+    models: Catalog, engines: ScriptedEngines
+) -> None:
+    async with served(models, engines, **KEYS) as client:
+        for path in ("/version", "/v1/version"):
+            assert (await client.get(path)).status_code == 401
+            answer = await client.get(path, headers={"authorization": "Bearer k"})
+            assert (answer.status_code, answer.json()) == (200, {"version": __version__})
+
+
+async def test_healthz_is_health(models: Catalog, engines: ScriptedEngines) -> None:
+    """A probe has no key, and Kubernetes's writes the path so."""
+    async with served(models, engines, **KEYS) as client:
+        for path in ("/health", "/healthz"):
+            answer = await client.get(path, headers={"host": "10.0.0.7:8000"})
+            assert (answer.status_code, answer.json()) == (200, {"status": "ok"})
