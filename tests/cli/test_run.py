@@ -625,6 +625,26 @@ def test_ctrl_c_stops_an_answer_and_then_leaves(
 
 
 @pytest.mark.slow
+def test_ctrl_c_before_the_answer_takes_the_question_back(
+    serving: Served, terminal: Callable[..., Terminal]
+) -> None:
+    chat = ScriptedChat(script=says("Yes."))
+    with serving(chat) as url:
+        shell = terminal("run", "writer", GATEWAY_PORT=url.rpartition(":")[2])
+        shell.wait_for(">>> ")
+        chat.gate.close()
+        shell.type("Hello\r")
+        assert chat.gate.reached.wait(60)
+        shell.type("\x03")
+        shell.wait_for("stopped")
+        chat.gate.open()
+        shell.wait_for(">>> ")
+        shell.type("Again\r")
+        shell.wait_for("Yes.")
+    assert [message["content"] for message in chat.jobs[-1].messages] == ["Again"]
+
+
+@pytest.mark.slow
 def test_ctrl_c_ends_a_single_answer_with_130(
     serving: Served, terminal: Callable[..., Terminal], tmp_path: Path
 ) -> None:
