@@ -1,11 +1,12 @@
 """Reads the prompts of a conversation on a terminal, with editing and a history."""
 
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from prompt_toolkit import PromptSession
-from prompt_toolkit.history import FileHistory
+from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
 from gateway.cli.conversation import continued, unquoted
@@ -22,9 +23,14 @@ def history_file() -> Path:
 
 
 def read_prompts(*, keeps_history: bool) -> Iterator[str]:
-    """Yield prompts until the user leaves. Raises OSError if the history cannot be kept."""
+    """Yield prompts until the user leaves. A history that cannot be kept is named, and left out."""
+    history: History = InMemoryHistory()
+    try:
+        history = FileHistory(history_file()) if keeps_history else history
+    except OSError as error:
+        print(f"Prompts are not kept for later: {error}", file=sys.stderr)
     session: PromptSession[str] = PromptSession(
-        history=FileHistory(history_file()) if keeps_history else None,
+        history=history,
         multiline=True,
         key_bindings=_bindings(),
         prompt_continuation="... ",

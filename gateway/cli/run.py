@@ -65,6 +65,8 @@ def run(
         except BrokenPipeError:
             # Python would report the pipe once more at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        except KeyboardInterrupt:  # the second of a conversation, close to the first
+            raise SystemExit(128 + signal.SIGINT) from None
         except _FAILURES as error:
             fail(clean(error))
 
@@ -138,10 +140,11 @@ class Talk:
             print(clean(f"{path} is no file: only its name is sent."), file=sys.stderr)
         pictures, self.pictures = self.pictures, []
         self.chat.ask(question, pictures)
-        with closing(ask(self.url, first_key(self.settings), self.chat.body())) as asked:
-            lazy.screen.show(self.chat.hear(asked))
+        asked = ask(self.url, first_key(self.settings), self.chat.body())
+        with closing(asked), closing(self.chat.hear(asked)) as heard:
+            lazy.screen.show(heard)
         if self.chat.finish != "stop":
-            print(f"The answer is not whole ({self.chat.finish}).", file=sys.stderr)
+            print(clean(f"The answer is not whole ({self.chat.finish})."), file=sys.stderr)
 
     def hold(self, lines: Iterator[str]) -> None:
         """Answer lines until the user leaves. Ctrl-C ends an answer, not this process."""

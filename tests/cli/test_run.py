@@ -557,7 +557,7 @@ class Terminal:
         self.process = subprocess.Popen(
             [sys.executable, "-c", CONTROLLED, *command(*arguments)[1:]],
             cwd=folder,
-            env=environment(**about, **given),
+            env=environment(**{**about, **given}),
             stdin=slave, stdout=slave, stderr=slave,
             start_new_session=True,
         )  # fmt: skip
@@ -625,6 +625,26 @@ def test_ctrl_c_stops_an_answer_and_then_leaves(
 
 
 @pytest.mark.slow
+def test_ctrl_c_before_the_answer_takes_the_question_back(
+    serving: Served, terminal: Callable[..., Terminal]
+) -> None:
+    chat = ScriptedChat(script=says("Yes."))
+    with serving(chat) as url:
+        shell = terminal("run", "writer", GATEWAY_PORT=url.rpartition(":")[2])
+        shell.wait_for(">>> ")
+        chat.gate.close()
+        shell.type("Hello\r")
+        assert chat.gate.reached.wait(60)
+        shell.type("\x03")
+        shell.wait_for("stopped")
+        chat.gate.open()
+        shell.wait_for(">>> ")
+        shell.type("Again\r")
+        shell.wait_for("Yes.")
+    assert [message["content"] for message in chat.jobs[-1].messages] == ["Again"]
+
+
+@pytest.mark.slow
 def test_ctrl_c_ends_a_single_answer_with_130(
     serving: Served, terminal: Callable[..., Terminal], tmp_path: Path
 ) -> None:
@@ -639,12 +659,17 @@ def test_ctrl_c_ends_a_single_answer_with_130(
 
 
 @pytest.mark.slow
-def test_no_history_is_kept_if_it_is_not_wanted(
-    serving: Served, terminal: Callable[..., Terminal], tmp_path: Path
+@pytest.mark.parametrize("is_wanted", [False, True])
+def test_a_conversation_goes_on_without_a_history(
+    serving: Served, terminal: Callable[..., Terminal], tmp_path: Path, is_wanted: bool
 ) -> None:
+    """Whether the user wants none, or its folder cannot be made, which is said."""
     with serving(ScriptedChat(script=says("Yes."))) as url:
-        port = url.rpartition(":")[2]
-        shell = terminal("run", "writer", "--no-history", GATEWAY_PORT=port)
+        given = {"GATEWAY_PORT": url.rpartition(":")[2]}
+        shell = terminal("run", "writer", "--no-history", **given)
+        if is_wanted:
+            shell = terminal("run", "writer", XDG_STATE_HOME="/dev/null", **given)
+            shell.wait_for("Prompts are not kept for later")
         shell.wait_for(">>> ")
         shell.type("secret\r")
         shell.wait_for("Yes.")
