@@ -8,8 +8,7 @@ import logging
 import sys
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from functools import partial
-from typing import Any, Literal, TextIO
+from typing import Any, Literal
 
 import orjson
 import structlog
@@ -21,6 +20,7 @@ FIELD_COLUMNS = 48  # most columns of one field
 ID_COLUMNS = 13
 
 lost_lines = 0  # lines that could not be written
+hidden: frozenset[str] = frozenset()  # events that a console leaves out unless they are problems
 
 
 def configure(level: str = "info", style: Format = "auto") -> None:
@@ -44,7 +44,8 @@ def configure(level: str = "info", style: Format = "auto") -> None:
         wrapper_class=structlog.make_filtering_bound_logger(
             logging.getLevelNamesMapping()[level.upper()]
         ),
-        logger_factory=partial(_make_writer, sys.stderr),
+        # A bar replaces sys.stderr meanwhile, so that lines appear above it.
+        logger_factory=lambda *_: _Writer(sys.stderr),
         cache_logger_on_first_use=False,
     )
 
@@ -61,10 +62,6 @@ class _Writer(structlog.WriteLogger):
 
     log = debug = info = warn = warning = error = err = msg
     critical = fatal = exception = failure = msg
-
-
-def _make_writer(stream: TextIO, *_: Any) -> _Writer:
-    return _Writer(stream)
 
 
 def _json(event: Any, **options: Any) -> str:
@@ -95,6 +92,8 @@ def _console(_: Any, __: str, event_fields: MutableMapping[str, Any]) -> str:
     """Return an event as text, cut to COLUMNS unless it is a warning, an error or a prompt."""
     fields = dict(event_fields)
     event, level = _text(fields.pop("event", "")), fields.pop("level", "info")
+    if event in hidden and level == "info":
+        raise structlog.DropEvent
     time, request_id = fields.pop("timestamp", ""), fields.pop("request_id", None)
     below = [fields.pop(key, None) for key in ("exception", "stack")]
     fields.pop("part", None)

@@ -99,6 +99,12 @@ class Ingress:
         """Return the models that replicas load before they are ready."""
         return [spec for spec in self._catalog.specs if spec.preload]
 
+    def specs(self) -> Sequence[ModelSpec]:
+        return self._catalog.specs
+
+    def progress(self) -> None:
+        """Return None: a replica's log has the progress of its loads."""
+
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await self._live(receive, send)

@@ -5,7 +5,7 @@ import contextlib
 import os
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -29,6 +29,7 @@ from gateway.errors import (
     ShuttingDown,
     Unavailable,
 )
+from gateway.jobs import Progress
 from gateway.registry import Catalog, Changes, HubSource, ModelSpec
 from gateway.serving.admission import Arrivals
 from gateway.serving.budget import Budget
@@ -85,7 +86,7 @@ class Gateway:
         self._budget = Budget(budget_bytes(settings, engines.memory_bytes))
         self._pulls = Pulls(engines)
         self._kept = PrefixFiles(settings, self._lane)
-        loader = ModelLoader(
+        self._loader = ModelLoader(
             settings,
             engines,
             self._lane,
@@ -97,7 +98,7 @@ class Gateway:
             self._kept,
         )
         self.models: ModelCache[Batcher] = ModelCache(
-            loader,
+            self._loader,
             self._served,
             self._budget,
             max_models=settings.cache_max_models,
@@ -146,6 +147,9 @@ class Gateway:
     async def drain(self) -> None:
         """Refuse new requests, wait for running ones, and save the prefix caches."""
         until = clock.now() + self._settings.drain_s
+        loading = [entry.spec.id for entry in self.models.entries if not entry.is_settled.is_set()]
+        if loading or self.in_flight.requests:
+            log.info("waiting_for", requests=len(self.in_flight.requests), loading=loading)
         if not await self.in_flight.drain(self._settings.drain_s):
             log.warning("drain_cut_short", seconds=self._settings.drain_s)
             self._end_all(ShuttingDown())
@@ -268,6 +272,15 @@ class Gateway:
     def loaded(self) -> list[ModelSpec]:
         states = self.models.states()
         return [spec for spec in self._served.catalog.specs if states.get(spec.id) == "loaded"]
+
+    def specs(self) -> Sequence[ModelSpec]:
+        return self._served.catalog.specs
+
+    def progress(self) -> Progress | None:
+        """Return the progress of a model that is loading, if any. Call it off the event loop."""
+        loading = (entry.spec for entry in self.models.entries if not entry.is_settled.is_set())
+        spec = next(loading, None)
+        return None if spec is None else self._loader.progress(spec)
 
     def _status(self) -> str:
         if self.in_flight.is_draining:

@@ -14,6 +14,7 @@ from gateway.app.limits import embedding_limits, generation_limits, settings_of,
 from gateway.app.prefix_files import PrefixFiles
 from gateway.app.self_tests import SelfTest, verdict_store
 from gateway.errors import EngineFailed, Fault, GatewayError, ModelLoadFailed, ModelLoading
+from gateway.jobs import Progress
 from gateway.jobs.chat import Adapter, Compiled, Sampling
 from gateway.jobs.steps import ImageCost, KvCost, SequenceParams, StepPlan
 from gateway.registry import ChatSpec, EmbeddingSpec, Inputs, ModelSpec, RerankSpec
@@ -168,6 +169,8 @@ class ModelLoader:
     prefixes: PrefixShare
     pulls: Pulls
     kept: PrefixFiles
+    # The memory in use before each model's last load began, and the bytes of its weights.
+    _begun: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     async def prepare(self, spec: ModelSpec, base: Batcher | None = None) -> Prepared[Batcher]:
         """Find or download a model's files, and read its size.
@@ -186,10 +189,20 @@ class ModelLoader:
     def fetched_percent(self, spec: ModelSpec) -> int | None:
         return self.pulls.percent(spec)
 
+    def progress(self, spec: ModelSpec) -> Progress:
+        """Return the progress of a model that is being downloaded or loaded. May read the disk."""
+        for pull in self.pulls.under_way:
+            if pull.spec.id == spec.id and pull.status == "downloading":
+                return Progress("model_download", spec.id, *self.pulls.fetched(pull))
+        before, weights = self._begun.get(spec.id, (self.engines.active_bytes, None))
+        loaded = max(0, self.engines.active_bytes - before)
+        return Progress("model_loading", spec.id, loaded, weights)
+
     @contextlib.asynccontextmanager
     async def _open(
         self, spec: ModelSpec, files: Path, size: Size
     ) -> AsyncIterator[Loaded[Batcher]]:
+        self._begun[spec.id] = (self.engines.active_bytes, size.weights)
         model: AbstractAsyncContextManager[tuple[Batcher, int]]
         if isinstance(spec, EmbeddingSpec):
             steps = self.engines.embedding(spec, files)

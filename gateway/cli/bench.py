@@ -13,7 +13,9 @@ import typer
 from gateway.bench.pictures import draw_png
 from gateway.bench.requests import Ask, Kind, Texts, Workload, chat, embeddings, rerank
 from gateway.cli import lazy
+from gateway.cli.gateways import address, first_key
 from gateway.cli.terminal import fail, show
+from gateway.settings import load_settings
 
 if TYPE_CHECKING:
     from gateway.bench.figures import Figures, Spread
@@ -23,7 +25,6 @@ if TYPE_CHECKING:
 
 NO_CLIENT = "mlx-gateway bench needs aiohttp, of the extra `bench`: pip install aiohttp"
 KEYS = ["GATEWAY_BENCH_API_KEY", "OPENAI_API_KEY"]
-URL = "http://127.0.0.1:8000"
 EMBEDDER, WRITER = "text-embedding-3-small", "gpt-4o-mini"
 MODELS = {Kind.EMBEDDINGS: EMBEDDER, Kind.RERANK: EMBEDDER, Kind.CHAT: WRITER}
 UNITS = {Kind.EMBEDDINGS: "vectors", Kind.RERANK: "pairs", Kind.CHAT: "tokens"}
@@ -40,7 +41,11 @@ NUMBERS = "N,N,…"
 
 def bench(
     kind: Kind = typer.Argument(help="The kind of requests."),
-    url: str = typer.Option(URL, help="Address of the server, any OpenAI-compatible one."),
+    url: str | None = typer.Option(
+        None,
+        help="Address of the server, any OpenAI-compatible one.",
+        show_default="the gateway at GATEWAY_HOST and GATEWAY_PORT",
+    ),
     model: str | None = typer.Option(None, help="The model to ask.", show_default="by kind"),
     api_key: str | None = typer.Option(None, envvar=KEYS, help="API key of the server."),
     concurrency: str = typer.Option("1,8,32", metavar=NUMBERS, help="Clients at once in each run."),
@@ -61,6 +66,8 @@ def bench(
     """
     if find_spec("aiohttp") is None:
         fail(NO_CLIENT)
+    if url is None:
+        url, api_key = _own_gateway(api_key)
     clients = _numbers(concurrency, "--concurrency")
     # A server may have cached the texts of the last run.
     if seed is None:
@@ -84,6 +91,14 @@ def bench(
             print(problem)
     if any(figures.errors for _, figures in measured):
         raise SystemExit(1)
+
+
+def _own_gateway(api_key: str | None) -> tuple[str, str | None]:
+    settings = load_settings()
+    url = address(settings)
+    if url is None:
+        fail("The gateway's port is not known: set GATEWAY_PORT, or give --url.")
+    return url, api_key or first_key(settings)
 
 
 def _maker(

@@ -23,9 +23,11 @@ from gateway import __version__, logs
 from gateway.app.named import read_served
 from gateway.cli import lazy
 from gateway.cli.models import fetch_preloaded
+from gateway.cli.progress import shown
 from gateway.cli.terminal import Discover, Host, ModelsFile, Names, Port, flags_of
 from gateway.doctor.machine import bind_problem, require_machine
 from gateway.errors import GatewayError
+from gateway.jobs import Progress
 from gateway.registry import ChatSpec, ModelSpec
 from gateway.settings import Settings, SettingsInvalid, load_settings, strays, with_port
 
@@ -39,6 +41,22 @@ log = logs.get("serve")
 
 LAST_WORDS_S = 0.5  # seconds for clients to read the last answers
 SHUTDOWN_S = 10  # seconds to close the models, after the drain
+# Events that a person on a terminal does not need: the bar and the greeting say the first ones.
+AT_START = frozenset(
+    {
+        "starting",
+        "serving",
+        "ready",
+        "model_download",
+        "pull_ended",
+        "model_loading",
+        "model_loaded",
+    }
+)
+INTERNAL = frozenset({"memory_budget", "prefix_states", "self_test_passed", "self_test_unfinished"})
+MOST_LISTED = 8  # models
+LATER = "on first use"
+PORT = Settings.model_fields["port"].default
 ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 _CHAT = {"messages": [{"role": "user", "content": "What is the capital of France?"}]}
 _EMBEDDING: dict[str, Any] = {"input": "Hello"}
@@ -60,11 +78,17 @@ def serve(
     faulthandler.enable()  # prints a traceback if native code crashes
     reading = read_served(settings)
     reading.require_valid()
-    log.info("starting", version=__version__, models=str(settings.models_file or "named"))
+    where = str(settings.models_file or "named")
+    if logs.is_console(settings.log_format):
+        print(f"mlx-gateway {__version__} is starting ({where}).", file=sys.stderr, flush=True)
+        logs.hidden = frozenset() if settings.log_level == "debug" else AT_START | INTERNAL
+    log.info("starting", version=__version__, models=where)
     for note in (*reading.notes, *strays(reading.variables)):
         log.warning("settings_note", note=note)
     if settings.serve:  # a named model that cannot be downloaded ends the start
         fetch_preloaded(settings, reading.catalog)
+    # Python's own handler would interrupt imports of native code, which may abort the process.
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
     # Everything below needs mlx.
     if lazy.device.BLAS.hint is not None:
         log.warning("slow_blas", hint=lazy.device.BLAS.hint)
@@ -76,7 +100,10 @@ def serve(
 
 def _serve_alone(settings: Settings, catalog: "Catalog") -> None:
     engines = lazy.engines.MlxEngines(settings)
-    asyncio.run(run(lazy.gateway.Gateway(settings, catalog, engines), settings))
+    with contextlib.suppress(KeyboardInterrupt):  # one more, after the loop's own handler has gone
+        asyncio.run(run(lazy.gateway.Gateway(settings, catalog, engines), settings))
+    # Python's end would abort if a daemon thread were in native code, such as an import.
+    os._exit(0)
 
 
 def _serve_as_rank(settings: Settings, catalog: "Catalog") -> None:
@@ -110,7 +137,12 @@ class Serving(Protocol):
     asgi: Any
     is_preloaded: asyncio.Event
 
+    def specs(self) -> Sequence[ModelSpec]: ...
+
     def loaded(self) -> Sequence[ModelSpec]: ...
+
+    def progress(self) -> Progress | None:
+        """Return the progress of a download or load. Runs on a thread, and may read the disk."""
 
     async def reload(self) -> object:
         """Read models.yaml again. Raises ModelsFileInvalid, and changes nothing, on a problem."""
@@ -122,11 +154,11 @@ async def run(gateway: Serving, settings: Settings, leader: "Leader | None" = No
     """Serve until this process or another rank gets SIGTERM or SIGINT, then drain."""
     connections = lazy.connections
     connections.install(settings.send_timeout_s, _make_tls(settings))
-    stop, signals = asyncio.Event(), list[None]()
+    stop, signals, progress = asyncio.Event(), list[None](), contextlib.ExitStack()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         # A handler of the loop runs between callbacks, so it interrupts no code.
-        loop.add_signal_handler(number, _stop, stop, signals)
+        loop.add_signal_handler(number, _stop, stop, signals, progress)
     if leader is not None:
         leader.on_stop = partial(loop.call_soon_threadsafe, stop.set)
 
@@ -154,8 +186,10 @@ async def run(gateway: Serving, settings: Settings, leader: "Leader | None" = No
     config.accesslog = None
     config.errorlog = None
     try:
-        with listen(settings.binds, scheme=settings.scheme) as config.bind:
-            readying = asyncio.create_task(_ready(gateway, settings, config.bind), name="ready")
+        with listen(settings.binds, scheme=settings.scheme) as config.bind, progress:
+            progress.enter_context(shown(partial(_look, gateway, settings)))
+            work = _ready(gateway, settings, config.bind, progress)
+            readying = asyncio.create_task(work, name="ready")
             await lazy.serve(gateway.asgi, config, shutdown_trigger=until_drained)
             readying.cancel()
     except lazy.LifespanTimeoutError as error:  # a call hangs, and only an exit can end it
@@ -164,14 +198,26 @@ async def run(gateway: Serving, settings: Settings, leader: "Leader | None" = No
         os._exit(os.EX_SOFTWARE)
 
 
-async def _ready(gateway: Serving, settings: Settings, opened: Sequence[str]) -> None:
+def _look(gateway: Serving, settings: Settings) -> Progress | None:
+    now = gateway.progress()
+    if now is None or logs.is_console(settings.log_format) or now.event == "model_loading":
+        return now
+    return None  # the engines log downloads
+
+
+async def _ready(
+    gateway: Serving, settings: Settings, opened: Sequence[str], progress: contextlib.ExitStack
+) -> None:
     where = find_places(opened)  # Hypercorn may close the sockets during the wait
     await gateway.is_preloaded.wait()
+    progress.close()
     # Imported modules are never freed, so garbage collection need not traverse them.
     gc.collect()
     gc.freeze()
     if logs.is_console(settings.log_format):
-        print(f"\n{write_greeting(where, gateway.loaded(), settings)}", file=sys.stderr, flush=True)
+        greeting = write_greeting(where, gateway.specs(), gateway.loaded(), settings)
+        print(f"\n{greeting}", file=sys.stderr, flush=True)
+        logs.hidden -= AT_START
 
 
 async def _reload_at(hangup: asyncio.Event, gateway: Serving) -> None:
@@ -186,12 +232,13 @@ async def _reload_at(hangup: asyncio.Event, gateway: Serving) -> None:
             log.exception("reload_failed")
 
 
-def _stop(stop: asyncio.Event, signals: list[None]) -> None:
+def _stop(stop: asyncio.Event, signals: list[None], progress: contextlib.ExitStack) -> None:
     """Start the drain at the first signal; exit at once at the second."""
     # `stop` may be set by another rank's request, so it does not show a second signal.
     if signals:
         os._exit(1)
     signals.append(None)
+    progress.close()
     stop.set()
 
 
@@ -284,7 +331,13 @@ def _place(descriptor: int) -> Place | None:
     return None
 
 
-def write_greeting(places: Sequence[Place], models: Sequence[ModelSpec], settings: Settings) -> str:
+def write_greeting(
+    places: Sequence[Place],
+    specs: Sequence[ModelSpec],
+    loaded: Sequence[ModelSpec],
+    settings: Settings,
+) -> str:
+    """Return what a person wants to know: the address, the models and how to ask one."""
     if not places:
         return "mlx-gateway is ready."
     place, scheme = places[0], settings.scheme
@@ -295,10 +348,12 @@ def write_greeting(places: Sequence[Place], models: Sequence[ModelSpec], setting
         host = ANYWHERE.get(place.host, place.host)
         url = where = f"{scheme}://{with_port(host, place.port)}"
         options = _host_header(host, settings)
-    ready = f"mlx-gateway is ready on {where}"
-    if not models:
-        return f"{ready} (Ctrl-C stops it). No model is loaded yet."
-    spec = min(models, key=lambda spec: not isinstance(spec, ChatSpec))
+    parts = [f"mlx-gateway is ready on {where} (Ctrl-C stops it).", _list_models(specs, loaded)]
+    if settings.has_dashboard and place.port is not None:
+        parts.append(f"Dashboard: {url}/dashboard")
+    if not specs:
+        return "\n\n".join(parts)
+    spec = min(loaded or specs, key=lambda spec: not isinstance(spec, ChatSpec))
     if settings.tls_cert:
         options.append("--insecure")  # few certificates are valid for this address
     if settings.api_keys:
@@ -307,8 +362,38 @@ def write_greeting(places: Sequence[Place], models: Sequence[ModelSpec], setting
     if isinstance(spec, ChatSpec):
         path, question = "/v1/chat/completions", _CHAT
     body = json.dumps({"model": spec.id, **question})
-    command = ["curl", *options, shlex.quote(url + path), "-d", shlex.quote(body)]
-    return f"{ready} (Ctrl-C stops it). Ask it something:\n\n{' '.join(command)}"
+    commands = [*_run_command(spec, place, settings)]
+    commands.append(" ".join(["curl", *options, shlex.quote(url + path), "-d", shlex.quote(body)]))
+    return "\n\n".join([*parts, "Ask it something, in another terminal:", "\n".join(commands)])
+
+
+def _list_models(specs: Sequence[ModelSpec], loaded: Sequence[ModelSpec]) -> str:
+    if not specs:
+        return "It serves no models. `mlx-gateway models recommend` lists some that fit."
+    listed = [*loaded, *(spec for spec in specs if spec not in loaded)]
+    rest = len(listed) - max(MOST_LISTED, len(loaded))
+    if rest > 0:
+        del listed[-rest:]
+    widths = [max(len(text) for text in texts) for texts in zip(*map(_name, listed), strict=True)]
+    rows = [
+        f"{spec.id:{widths[0]}}  {spec.kind:{widths[1]}}  {'loaded' if spec in loaded else LATER}"
+        for spec in listed
+    ]
+    return "\n".join(
+        [*rows, *([f"and {rest} more {LATER}: mlx-gateway models"] if rest > 0 else [])]
+    )
+
+
+def _name(spec: ModelSpec) -> tuple[str, str]:
+    return spec.id, spec.kind
+
+
+def _run_command(spec: ModelSpec, place: Place, settings: Settings) -> Iterator[str]:
+    # `run` asks 127.0.0.1, and trusts no certificate that is only for this gateway.
+    is_asked = place.host in ("127.0.0.1", "0.0.0.0") and not settings.tls_cert
+    if isinstance(spec, ChatSpec) and is_asked:
+        port = "" if place.port == PORT else f"GATEWAY_PORT={place.port} "
+        yield f"{port}mlx-gateway run {shlex.quote(spec.id)}"
 
 
 def _host_header(host: str, settings: Settings) -> list[str]:
