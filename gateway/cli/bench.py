@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
     Measured = list[tuple[int, Figures]]
 
 NO_CLIENT = "mlx-gateway bench needs aiohttp, of the extra `bench`: pip install aiohttp"
-KEYS = ["GATEWAY_BENCH_API_KEY", "OPENAI_API_KEY"]
+KEY = "GATEWAY_BENCH_API_KEY"
+KEY_HELP = "API key of the server. Without it: the gateway's own, or OPENAI_API_KEY."
 EMBEDDER, WRITER = "text-embedding-3-small", "gpt-4o-mini"
 MODELS = {Kind.EMBEDDINGS: EMBEDDER, Kind.RERANK: EMBEDDER, Kind.CHAT: WRITER}
 UNITS = {Kind.EMBEDDINGS: "vectors", Kind.RERANK: "pairs", Kind.CHAT: "tokens"}
@@ -47,7 +49,7 @@ def bench(
         show_default="the gateway at GATEWAY_HOST and GATEWAY_PORT",
     ),
     model: str | None = typer.Option(None, help="The model to ask.", show_default="by kind"),
-    api_key: str | None = typer.Option(None, envvar=KEYS, help="API key of the server."),
+    api_key: str | None = typer.Option(None, envvar=KEY, help=KEY_HELP),
     concurrency: str = typer.Option("1,8,32", metavar=NUMBERS, help="Clients at once in each run."),
     duration: float = typer.Option(10, min=0.1, help="Seconds to measure each number of clients."),
     warmup: float = typer.Option(2, min=0, help="Seconds of load before each measurement."),
@@ -67,7 +69,9 @@ def bench(
     if find_spec("aiohttp") is None:
         fail(NO_CLIENT)
     if url is None:
-        url, api_key = _own_gateway(api_key)
+        url, own_key = _own_gateway()
+        api_key = api_key or own_key
+    api_key = api_key or os.environ.get("OPENAI_API_KEY")
     clients = _numbers(concurrency, "--concurrency")
     # A server may have cached the texts of the last run.
     if seed is None:
@@ -93,12 +97,12 @@ def bench(
         raise SystemExit(1)
 
 
-def _own_gateway(api_key: str | None) -> tuple[str, str | None]:
+def _own_gateway() -> tuple[str, str | None]:
     settings = load_settings()
     url = address(settings)
     if url is None:
         fail("The gateway's port is not known: set GATEWAY_PORT, or give --url.")
-    return url, api_key or first_key(settings)
+    return url, first_key(settings)
 
 
 def _maker(

@@ -80,7 +80,8 @@ def shown(look: Callable[[], Progress | None]) -> Iterator[None]:
             if bar is not None:
                 bar.show(now)
             elif now is not None:
-                log.info(now.event, model=now.model, bytes=now.completed, total_bytes=now.total)
+                known = {} if now.total is None else {"total_bytes": now.total}
+                log.info(now.event, model=now.model, bytes=now.completed, **known)
 
     drawing = threading.Thread(target=draw, name="progress", daemon=True)
     with bar or contextlib.nullcontext():

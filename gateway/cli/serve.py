@@ -54,7 +54,7 @@ AT_START = frozenset(
     }
 )
 INTERNAL = frozenset({"memory_budget", "prefix_states", "self_test_passed", "self_test_unfinished"})
-MOST_LISTED = 8  # models
+MOST_LISTED = 4  # models
 LATER = "on first use"
 PORT = Settings.model_fields["port"].default
 ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
@@ -216,7 +216,7 @@ async def _ready(
     gc.freeze()
     if logs.is_console(settings.log_format):
         greeting = write_greeting(where, gateway.specs(), gateway.loaded(), settings)
-        print(f"\n{greeting}", file=sys.stderr, flush=True)
+        print(greeting, file=sys.stderr, flush=True)
         logs.hidden -= AT_START
 
 
@@ -348,11 +348,12 @@ def write_greeting(
         host = ANYWHERE.get(place.host, place.host)
         url = where = f"{scheme}://{with_port(host, place.port)}"
         options = _host_header(host, settings)
-    parts = [f"mlx-gateway is ready on {where} (Ctrl-C stops it).", _list_models(specs, loaded)]
+    ready = f"mlx-gateway is ready on {where} (Ctrl-C stops it)."
     if settings.has_dashboard and place.port is not None:
-        parts.append(f"Dashboard: {url}/dashboard")
+        ready += f"\nDashboard: {url}/dashboard"
+    models = _list_models(specs, loaded)
     if not specs:
-        return "\n\n".join(parts)
+        return f"{ready}\n\n{models}"
     spec = min(loaded or specs, key=lambda spec: not isinstance(spec, ChatSpec))
     if settings.tls_cert:
         options.append("--insecure")  # few certificates are valid for this address
@@ -364,7 +365,8 @@ def write_greeting(
     body = json.dumps({"model": spec.id, **question})
     commands = [*_run_command(spec, place, settings)]
     commands.append(" ".join(["curl", *options, shlex.quote(url + path), "-d", shlex.quote(body)]))
-    return "\n\n".join([*parts, "Ask it something, in another terminal:", "\n".join(commands)])
+    ask = "\n".join(["Ask it something, in another terminal:", *commands])
+    return f"{ready}\n\n{models}\n\n{ask}"
 
 
 def _list_models(specs: Sequence[ModelSpec], loaded: Sequence[ModelSpec]) -> str:
