@@ -20,7 +20,6 @@ FIELD_COLUMNS = 48  # most columns of one field
 ID_COLUMNS = 13
 
 lost_lines = 0  # lines that could not be written
-hidden: frozenset[str] = frozenset()  # events that a console leaves out unless they are problems
 
 
 def configure(level: str = "info", style: Format = "auto") -> None:
@@ -92,8 +91,6 @@ def _console(_: Any, __: str, event_fields: MutableMapping[str, Any]) -> str:
     """Return an event as text, cut to COLUMNS unless it is a warning, an error or a prompt."""
     fields = dict(event_fields)
     event, level = _text(fields.pop("event", "")), fields.pop("level", "info")
-    if event in hidden and level == "info":
-        raise structlog.DropEvent
     time, request_id = fields.pop("timestamp", ""), fields.pop("request_id", None)
     below = [fields.pop(key, None) for key in ("exception", "stack")]
     fields.pop("part", None)

@@ -68,7 +68,7 @@ class Ingress:
         self._read_catalog = read_catalog
         self._catalog = read_catalog()
         self._salt = salt
-        self.is_preloaded = asyncio.Event()
+        self.has_tried = self.is_preloaded = asyncio.Event()
         self.in_flight = InFlight()
         self.asgi: ASGIApp = protect(
             self._serve,

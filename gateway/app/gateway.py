@@ -118,7 +118,7 @@ class Gateway:
         self._responses = _make_response_store(settings)
         self._tracer = _make_tracer()
         self._preload = Preload(settings, self._served, self.models, engines)
-        self.is_preloaded = self._preload.is_done
+        self.has_tried, self.is_preloaded = self._preload.has_tried, self._preload.is_done
         self._reloading = asyncio.Lock()
         self.asgi = self._make_app()
 
@@ -147,7 +147,7 @@ class Gateway:
     async def drain(self) -> None:
         """Refuse new requests, wait for running ones, and save the prefix caches."""
         until = clock.now() + self._settings.drain_s
-        loading = [entry.spec.id for entry in self.models.entries if not entry.is_settled.is_set()]
+        loading = [spec.id for spec in self._loading()]
         if loading or self.in_flight.requests:
             log.info("waiting_for", requests=len(self.in_flight.requests), loading=loading)
         if not await self.in_flight.drain(self._settings.drain_s):
@@ -217,7 +217,7 @@ class Gateway:
             async with _exporting(self._tracer), self._lane as lane:
                 async with lane.turn("load") as run:
                     await run(self._engines.begin)
-                log.info("memory_budget", bytes=self._budget.limit_bytes)
+                log.debug("memory_budget", bytes=self._budget.limit_bytes)
                 async with self._pulls, self.models:
                     preload = partial(self._preload.run, lambda: self._status() == "ready")
                     background = [
@@ -278,9 +278,10 @@ class Gateway:
 
     def progress(self) -> Progress | None:
         """Return the progress of a model that is loading, if any. Call it off the event loop."""
-        loading = (entry.spec for entry in self.models.entries if not entry.is_settled.is_set())
-        spec = next(loading, None)
-        return None if spec is None else self._loader.progress(spec)
+        return next(map(self._loader.progress, self._loading()), None)
+
+    def _loading(self) -> list[ModelSpec]:
+        return [entry.spec for entry in self.models.entries if not entry.is_settled.is_set()]
 
     def _status(self) -> str:
         if self.in_flight.is_draining:

@@ -263,7 +263,7 @@ class ModelLoader:
                 log.warning("files_not_followed", model=spec.id, what=note)
             kv = engine.facts.kv_cost or KvCost(size.kv_token)
             if kv.states:
-                log.info("prefix_states", model=spec.id, bytes=kv.states)
+                log.debug("prefix_states", model=spec.id, bytes=kv.states)
             # `size.kv` is an estimate from the config, and may be many times too large.
             allowance = settings.kv_allowance_tokens
             included = min(size.kv, kv.of(allowance) + kv.draft.token * allowance)
@@ -375,12 +375,12 @@ class Preload:
     _engines: Engines
     has_reloaded: asyncio.Event = field(default_factory=asyncio.Event)
     is_done: asyncio.Event = field(default_factory=asyncio.Event)
-    _has_tried: bool = False
+    has_tried: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def status(self) -> str:
         """Return "loading", "failed" or "ready"."""
-        if not self._has_tried:
+        if not self.has_tried.is_set():
             return "loading"
         # `ready_in_part` means that one loaded model is enough.
         failed = len(self._failed())
@@ -403,7 +403,7 @@ class Preload:
                 await self._engines.import_for(self._served.catalog.specs)
             except Exception:  # callers get the error when they load the model
                 app_log.exception("import_failed")
-            self._has_tried = True
+            self.has_tried.set()
             failed = self._failed()
             if is_ready():
                 self.is_done.set()

@@ -8,6 +8,7 @@ bench      measures a server
 launch     runs a tool, such as Claude Code, on a gateway; connect prints its setup
 agents     the setups of the coding agents and tools that launch and connect know
 gateways   finds the running gateway for a tool, or starts one
+progress   shows the progress of downloads and loads
 terminal   options that several commands share, and tables
 lazy       modules that are imported at their first use, such as mlx
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 NO_CLIENT = "mlx-gateway bench needs aiohttp, of the extra `bench`: pip install aiohttp"
 KEY = "GATEWAY_BENCH_API_KEY"
+URL_HELP = "Address of the server, any OpenAI-compatible one."
 KEY_HELP = "API key of the server. Without it: the gateway's own, or OPENAI_API_KEY."
 EMBEDDER, WRITER = "text-embedding-3-small", "gpt-4o-mini"
 MODELS = {Kind.EMBEDDINGS: EMBEDDER, Kind.RERANK: EMBEDDER, Kind.CHAT: WRITER}
@@ -43,11 +44,7 @@ NUMBERS = "N,N,…"
 
 def bench(
     kind: Kind = typer.Argument(help="The kind of requests."),
-    url: str | None = typer.Option(
-        None,
-        help="Address of the server, any OpenAI-compatible one.",
-        show_default="the gateway at GATEWAY_HOST and GATEWAY_PORT",
-    ),
+    url: str | None = typer.Option(None, help=URL_HELP, show_default="the gateway's"),
     model: str | None = typer.Option(None, help="The model to ask.", show_default="by kind"),
     api_key: str | None = typer.Option(None, envvar=KEY, help=KEY_HELP),
     concurrency: str = typer.Option("1,8,32", metavar=NUMBERS, help="Clients at once in each run."),
@@ -69,8 +66,10 @@ def bench(
     if find_spec("aiohttp") is None:
         fail(NO_CLIENT)
     if url is None:
-        url, own_key = _own_gateway()
-        api_key = api_key or own_key
+        settings = load_settings()
+        url, api_key = address(settings), api_key or first_key(settings)
+        if url is None:
+            fail("The gateway's port is not known: set GATEWAY_PORT, or give --url.")
     api_key = api_key or os.environ.get("OPENAI_API_KEY")
     clients = _numbers(concurrency, "--concurrency")
     # A server may have cached the texts of the last run.
@@ -95,14 +94,6 @@ def bench(
             print(problem)
     if any(figures.errors for _, figures in measured):
         raise SystemExit(1)
-
-
-def _own_gateway() -> tuple[str, str | None]:
-    settings = load_settings()
-    url = address(settings)
-    if url is None:
-        fail("The gateway's port is not known: set GATEWAY_PORT, or give --url.")
-    return url, first_key(settings)
 
 
 def _maker(

@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,7 +16,6 @@ from gateway.cli.progress import shown
 from gateway.cli.terminal import Discover, Host, ModelsFile, Names, Port, fail, flags_of, show
 from gateway.doctor.machine import require_machine
 from gateway.errors import GatewayError
-from gateway.jobs import Progress
 from gateway.logs import human_bytes
 from gateway.registry import (
     Catalog,
@@ -207,11 +207,8 @@ def _needed(spec: ModelSpec, speculate_rows: int) -> Iterator[ModelSpec]:
 def fetch(spec: ModelSpec, hub: "Hub") -> Path:
     if isinstance(spec.source, HubSource) and not lazy.hub.is_installed(spec.source):
         total = lazy.hub.ask_hub(spec, hub)
-
-        def look() -> Progress:
-            return Progress("model_download", spec.id, lazy.hub.fetched_bytes(spec, hub), total)
-
-        with shown(look):
+        now = partial(lazy.Progress, "model_download", spec.id)
+        with shown(lambda: now(lazy.hub.fetched_bytes(spec, hub), total)):
             lazy.hub.download(spec, hub)
     folder = lazy.hub.on_disk(spec, hub)
     assert folder is not None, "only the hub's models can be missing without an error"

@@ -3,13 +3,15 @@
 import contextlib
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from gateway import logs
 from gateway.cli import lazy
-from gateway.jobs import Progress
+
+if TYPE_CHECKING:
+    from gateway.jobs import Progress
 
 log = logs.get("progress")
 
@@ -22,50 +24,38 @@ class Bar:
 
     def __init__(self) -> None:
         progress = lazy.progress
-        self._columns = (
-            progress.TextColumn("{task.description}"),
-            progress.BarColumn(bar_width=20),
-            progress.DownloadColumn(binary_units=True),
-            progress.TransferSpeedColumn(),
-            progress.TimeRemainingColumn(),
-        )
+        ends = (progress.TextColumn("{task.description}"), progress.BarColumn(bar_width=20))
+        bytes_read = progress.DownloadColumn(binary_units=True)
+        speed, left = progress.TransferSpeedColumn(), progress.TimeRemainingColumn()
+        self._known = (*ends, bytes_read, speed, left)
+        self._unknown = (*ends, progress.TimeElapsedColumn())
         console = lazy.Console(stderr=True)
-        self._bar = progress.Progress(console=console, auto_refresh=False, transient=True)
-        self._shown: tuple[str, str, bool] | None = None
-        self._began = 0.0
+        self.lines = progress.Progress(console=console, auto_refresh=False, transient=True)
+        self._shown: tuple[str, str, int | None] | None = None
 
-    def show(self, now: Progress | None) -> None:
-        shown = None if now is None else (now.event, now.model, now.total is None)
+    def show(self, now: "Progress | None") -> None:
+        shown = now and (now.event, now.model, now.total)
         if shown != self._shown:
-            for task in self._bar.task_ids:
-                self._bar.remove_task(task)
-            if shown is None or self._shown is None or shown[:2] != self._shown[:2]:
-                self._began = time.monotonic()
             self._shown = shown
+            for task in self.lines.task_ids:
+                self.lines.remove_task(task)
         if now is None:
-            self._bar.refresh()
+            self.lines.refresh()
             return
         done = now.completed if now.total is None else min(now.completed, now.total)
-        verb = "Warming up" if done == now.total else "Loading"
-        if now.event == "model_download":
-            verb = "Downloading"
-        seconds = time.monotonic() - self._began
-        text = f"{verb} {logs.fit(now.model, 32)} ({seconds:.0f} s)"
-        if self._bar.task_ids:
-            self._bar.update(self._bar.task_ids[0], description=text, completed=done, refresh=True)
-        else:  # bytes that are there already do not count for the speed
-            self._bar.columns = self._columns[: 2 if now.total is None else None]
-            self._bar.add_task(text, total=now.total, completed=done)
-
-    def __enter__(self) -> None:
-        self._bar.start()
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
+        verb = "Downloading" if now.event == "model_download" else "Loading"
+        if verb == "Loading" and done == now.total:
+            verb = "Warming up"
+        text = f"{verb} {logs.fit(now.model, 32)}"
+        for task in self.lines.task_ids:
+            self.lines.update(task, description=text, completed=done, refresh=True)
+        if not self.lines.task_ids:  # bytes that are there already do not count for the speed
+            self.lines.columns = self._known if now.total else self._unknown
+            self.lines.add_task(text, total=now.total, completed=done)
 
 
 @contextmanager
-def shown(look: Callable[[], Progress | None]) -> Iterator[None]:
+def shown(look: Callable[[], "Progress | None"]) -> Iterator[None]:
     """Show what `look` returns, which runs on a thread of its own."""
     done = threading.Event()
     bar = Bar() if sys.stderr.isatty() else None
@@ -76,16 +66,15 @@ def shown(look: Callable[[], Progress | None]) -> Iterator[None]:
             with contextlib.suppress(OSError):  # a file may have gone
                 now = look()
             if done.is_set():
-                return
+                break
             if bar is not None:
                 bar.show(now)
             elif now is not None:
                 known = {} if now.total is None else {"total_bytes": now.total}
                 log.info(now.event, model=now.model, bytes=now.completed, **known)
 
-    drawing = threading.Thread(target=draw, name="progress", daemon=True)
-    with bar or contextlib.nullcontext():
-        drawing.start()
+    with bar.lines if bar is not None else contextlib.nullcontext():
+        threading.Thread(target=draw, name="progress", daemon=True).start()
         try:
             yield
         finally:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import typer
 
@@ -27,13 +27,13 @@ from gateway.cli.progress import shown
 from gateway.cli.terminal import Discover, Host, ModelsFile, Names, Port, flags_of
 from gateway.doctor.machine import bind_problem, require_machine
 from gateway.errors import GatewayError
-from gateway.jobs import Progress
 from gateway.registry import ChatSpec, ModelSpec
 from gateway.settings import Settings, SettingsInvalid, load_settings, strays, with_port
 
 if TYPE_CHECKING:
     import ssl
 
+    from gateway.jobs import Progress
     from gateway.registry import Catalog
     from gateway.serving.ranks.links import Leader
 
@@ -41,21 +41,8 @@ log = logs.get("serve")
 
 LAST_WORDS_S = 0.5  # seconds for clients to read the last answers
 SHUTDOWN_S = 10  # seconds to close the models, after the drain
-# Events that a person on a terminal does not need: the bar and the greeting say the first ones.
-AT_START = frozenset(
-    {
-        "starting",
-        "serving",
-        "ready",
-        "model_download",
-        "pull_ended",
-        "model_loading",
-        "model_loaded",
-    }
-)
-INTERNAL = frozenset({"memory_budget", "prefix_states", "self_test_passed", "self_test_unfinished"})
+Specs: TypeAlias = Sequence[ModelSpec]
 MOST_LISTED = 4  # models
-LATER = "on first use"
 PORT = Settings.model_fields["port"].default
 ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 _CHAT = {"messages": [{"role": "user", "content": "What is the capital of France?"}]}
@@ -74,14 +61,15 @@ def serve(
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     settings = load_settings(flags_of(models, names, discover=discover, host=host, port=port))
     require_machine(settings)
-    logs.configure(settings.log_level, settings.log_format)
+    is_watched = logs.is_console(settings.log_format) and settings.log_level == "info"
+    # A person sees a bar and a greeting until the gateway is ready, and problems.
+    logs.configure("warning" if is_watched else settings.log_level, settings.log_format)
     faulthandler.enable()  # prints a traceback if native code crashes
     reading = read_served(settings)
     reading.require_valid()
     where = str(settings.models_file or "named")
     if logs.is_console(settings.log_format):
         print(f"mlx-gateway {__version__} is starting ({where}).", file=sys.stderr, flush=True)
-        logs.hidden = frozenset() if settings.log_level == "debug" else AT_START | INTERNAL
     log.info("starting", version=__version__, models=where)
     for note in (*reading.notes, *strays(reading.variables)):
         log.warning("settings_note", note=note)
@@ -135,13 +123,14 @@ class Serving(Protocol):
     """An application that can be served: a gateway, or a router in front of several."""
 
     asgi: Any
+    has_tried: asyncio.Event  # set when the models have been loaded, or have failed
     is_preloaded: asyncio.Event
 
     def specs(self) -> Sequence[ModelSpec]: ...
 
     def loaded(self) -> Sequence[ModelSpec]: ...
 
-    def progress(self) -> Progress | None:
+    def progress(self) -> "Progress | None":
         """Return the progress of a download or load. Runs on a thread, and may read the disk."""
 
     async def reload(self) -> object:
@@ -187,7 +176,8 @@ async def run(gateway: Serving, settings: Settings, leader: "Leader | None" = No
     config.errorlog = None
     try:
         with listen(settings.binds, scheme=settings.scheme) as config.bind, progress:
-            progress.enter_context(shown(partial(_look, gateway, settings)))
+            progress.callback(logs.configure, settings.log_level, settings.log_format)
+            progress.enter_context(shown(partial(_look, gateway)))
             work = _ready(gateway, settings, config.bind, progress)
             readying = asyncio.create_task(work, name="ready")
             await lazy.serve(gateway.asgi, config, shutdown_trigger=until_drained)
@@ -198,26 +188,26 @@ async def run(gateway: Serving, settings: Settings, leader: "Leader | None" = No
         os._exit(os.EX_SOFTWARE)
 
 
-def _look(gateway: Serving, settings: Settings) -> Progress | None:
+def _look(gateway: Serving) -> "Progress | None":
     now = gateway.progress()
-    if now is None or logs.is_console(settings.log_format) or now.event == "model_loading":
-        return now
-    return None  # the engines log downloads
+    # Without a bar, the engines log downloads.
+    is_told = now is not None and now.event == "model_download" and not sys.stderr.isatty()
+    return None if is_told else now
 
 
 async def _ready(
     gateway: Serving, settings: Settings, opened: Sequence[str], progress: contextlib.ExitStack
 ) -> None:
     where = find_places(opened)  # Hypercorn may close the sockets during the wait
-    await gateway.is_preloaded.wait()
+    await gateway.has_tried.wait()
     progress.close()
+    await gateway.is_preloaded.wait()
     # Imported modules are never freed, so garbage collection need not traverse them.
     gc.collect()
     gc.freeze()
     if logs.is_console(settings.log_format):
         greeting = write_greeting(where, gateway.specs(), gateway.loaded(), settings)
         print(greeting, file=sys.stderr, flush=True)
-        logs.hidden -= AT_START
 
 
 async def _reload_at(hangup: asyncio.Event, gateway: Serving) -> None:
@@ -331,12 +321,7 @@ def _place(descriptor: int) -> Place | None:
     return None
 
 
-def write_greeting(
-    places: Sequence[Place],
-    specs: Sequence[ModelSpec],
-    loaded: Sequence[ModelSpec],
-    settings: Settings,
-) -> str:
+def write_greeting(places: Sequence[Place], specs: Specs, loaded: Specs, settings: Settings) -> str:
     """Return what a person wants to know: the address, the models and how to ask one."""
     if not places:
         return "mlx-gateway is ready."
@@ -369,25 +354,16 @@ def write_greeting(
     return f"{ready}\n\n{models}\n\n{ask}"
 
 
-def _list_models(specs: Sequence[ModelSpec], loaded: Sequence[ModelSpec]) -> str:
+def _list_models(specs: Specs, loaded: Specs) -> str:
     if not specs:
         return "It serves no models. `mlx-gateway models recommend` lists some that fit."
     listed = [*loaded, *(spec for spec in specs if spec not in loaded)]
-    rest = len(listed) - max(MOST_LISTED, len(loaded))
-    if rest > 0:
-        del listed[-rest:]
-    widths = [max(len(text) for text in texts) for texts in zip(*map(_name, listed), strict=True)]
-    rows = [
-        f"{spec.id:{widths[0]}}  {spec.kind:{widths[1]}}  {'loaded' if spec in loaded else LATER}"
-        for spec in listed
-    ]
-    return "\n".join(
-        [*rows, *([f"and {rest} more {LATER}: mlx-gateway models"] if rest > 0 else [])]
-    )
-
-
-def _name(spec: ModelSpec) -> tuple[str, str]:
-    return spec.id, spec.kind
+    listed = listed[: max(MOST_LISTED, len(loaded))]
+    width, rest = max(len(spec.id) for spec in listed), len(specs) - len(listed)
+    states = {True: "loaded", False: "on first use"}
+    rows = [f"{spec.id:{width}}  {spec.kind:9}  {states[spec in loaded]}" for spec in listed]
+    rows += [f"and {rest} more on first use: mlx-gateway models"] if rest else []
+    return "\n".join(rows)
 
 
 def _run_command(spec: ModelSpec, place: Place, settings: Settings) -> Iterator[str]:

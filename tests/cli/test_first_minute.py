@@ -106,7 +106,7 @@ def test_a_terminal_tells_a_person_what_to_do(tiny: Path) -> None:
             f"mlx-gateway is ready on http://127.0.0.1:{port} (Ctrl-C stops it).",
             f"Dashboard: http://127.0.0.1:{port}/dashboard",
             "",
-            "tiny  chat  loaded",
+            "tiny  chat       loaded",
             "",
             "Ask it something, in another terminal:",
             f"GATEWAY_PORT={port} mlx-gateway run tiny",
@@ -260,3 +260,29 @@ def of_any_machine(lines: list[str]) -> list[str]:
     told = "\n".join(kept)
     told = re.sub(r"GATEWAY_PORT=\d+ ", "", told)
     return re.sub(r"127\.0\.0\.1:\d+", "HOST", told).splitlines()
+
+
+def installed(folder: Path, pip: str) -> "subprocess.CompletedProcess[str]":
+    """Run `make setup` with another pip, and an environment that is there."""
+    python = folder / "venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.touch()
+    given = [f"VENV={folder / 'venv'}", f"PIP={pip}", "SAY_S=0.05"]
+    return subprocess.run(
+        ["make", "setup", *given], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_a_long_install_says_that_it_goes_on(tmp_path: Path) -> None:
+    """Until the step itself has ended, whose status is the command's."""
+    done = installed(tmp_path, "sh -c 'sleep 1; exit 3' --")
+    assert done.returncode
+    assert "Error 3" in done.stderr
+    lines = done.stdout.splitlines()
+    assert (
+        sum(
+            re.fullmatch(r"Still at it: \S+ in \S+/venv so far\.", line) is not None
+            for line in lines
+        )
+        >= 2
+    )

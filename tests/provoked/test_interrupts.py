@@ -95,7 +95,7 @@ def test_an_interrupt_during_a_loads_imports_is_a_drain(tmp_path: Path, mark: st
 
 
 def test_a_second_interrupt_ends_a_load_at_once(tmp_path: Path) -> None:
-    ended = interrupted(tmp_path, '"event":"memory_budget"', 0.0)
+    ended = interrupted(tmp_path, '"event":"model_loading"', 0.0)
     assert ended.status in (DRAINED, AT_ONCE)  # the first may have been enough
     assert is_clean(ended)
 
