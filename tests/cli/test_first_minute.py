@@ -16,7 +16,7 @@ import pytest
 
 from gateway import __version__
 from gateway.cli.serve import Place, write_greeting
-from gateway.registry import ChatSpec, EmbeddingSpec, PathSource
+from gateway.registry import ChatSpec, EmbeddingSpec, ModelSpec, PathSource
 from tests.checkpoints import write_chat
 from tests.processes import ROOT, command, environment, free_port, needs_openssl, write_certificate
 from tests.serving_app import settings
@@ -119,7 +119,8 @@ def test_a_debug_log_tells_the_rest(tiny: Path) -> None:
     """Each event of a start, which a log of JSON has too."""
     given = {"GATEWAY_PORT": "0", "GATEWAY_LOG_LEVEL": "debug"}
     with in_a_terminal(command("serve"), tiny, **given) as lines:
-        events = [line.split()[0] for line in lines if line]
+        lines = [line.removeprefix("debug: ") for line in lines if line]
+        events = [line.split()[0] for line in lines]
         order = ["starting", "serving", "model_loading", "model_loaded", "ready", "mlx-gateway"]
         assert [event for event in events[1:] if event in order] == order
         assert "memory_budget" in events
@@ -177,7 +178,7 @@ def test_the_greeting_names_an_address_that_answers(host: str, shown: str) -> No
     assert ("GATEWAY_PORT=80 mlx-gateway run writer\n" in said) == is_found
 
 
-SPECS = [
+SPECS: list[ModelSpec] = [
     ChatSpec(id="writer", kind="chat", source=PathSource(Path("w"))),
     EmbeddingSpec(id="an-embedder", kind="embedding", source=PathSource(Path("e"))),
 ]
