@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# A line for each step is enough; `make serve QUIET=` shows what pip fetches.
+# `make serve QUIET=` shows what pip fetches.
 QUIET ?= --quiet
 # Python compiles what it imports; pip would compile all there is, for a third of its time.
 PIP := $(BIN)/python -m pip install $(QUIET) --disable-pip-version-check --no-compile

@@ -232,7 +232,7 @@ def test_the_greeting_without_models_names_the_next_step() -> None:
 
 def test_the_greeting_of_many_models_names_the_loaded_ones_first_and_counts_the_rest() -> None:
     """An embedder alone is asked for a vector."""
-    specs = [
+    specs: list[ModelSpec] = [
         EmbeddingSpec(id=f"e{number}", kind="embedding", source=PathSource(Path("e")))
         for number in range(12)
     ]
