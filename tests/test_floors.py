@@ -141,7 +141,7 @@ BUDGET: dict[str, int] = {
     "api": 2924,
     "app": 1621,
     "bench": 302,
-    "cli": 1633,
+    "cli": 1626,
     "clock": 42,
     "doctor": 515,
     "engine": 16300,

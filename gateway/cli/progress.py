@@ -62,9 +62,7 @@ def shown(look: Callable[[], "Progress | None"]) -> Iterator[None]:
 
     def draw() -> None:
         while not done.wait(LINE_S if bar is None else REFRESH_S):
-            now = None
-            with contextlib.suppress(OSError):  # a file may have gone
-                now = look()
+            now = look()
             if done.is_set():
                 break
             if bar is not None:

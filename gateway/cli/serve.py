@@ -336,9 +336,8 @@ def write_greeting(places: Sequence[Place], specs: Specs, loaded: Specs, setting
     ready = f"mlx-gateway is ready on {where} (Ctrl-C stops it)."
     if settings.has_dashboard and place.port is not None:
         ready += f"\nDashboard: {url}/dashboard"
-    models = _list_models(specs, loaded)
     if not specs:
-        return f"{ready}\n\n{models}"
+        return f"{ready}\n\nIt serves no models: see `mlx-gateway models recommend`."
     spec = min(loaded or specs, key=lambda spec: not isinstance(spec, ChatSpec))
     if settings.tls_cert:
         options.append("--insecure")  # few certificates are valid for this address
@@ -348,15 +347,17 @@ def write_greeting(places: Sequence[Place], specs: Specs, loaded: Specs, setting
     if isinstance(spec, ChatSpec):
         path, question = "/v1/chat/completions", _CHAT
     body = json.dumps({"model": spec.id, **question})
-    commands = [*_run_command(spec, place, settings)]
-    commands.append(" ".join(["curl", *options, shlex.quote(url + path), "-d", shlex.quote(body)]))
-    ask = "\n".join(["Ask it something, in another terminal:", *commands])
-    return f"{ready}\n\n{models}\n\n{ask}"
+    ask = ["Ask it something, in another terminal:"]
+    # `run` asks 127.0.0.1, and trusts no certificate that is only for this gateway.
+    is_asked = place.host in ("127.0.0.1", "0.0.0.0") and not settings.tls_cert
+    if isinstance(spec, ChatSpec) and is_asked:
+        port = "" if place.port == PORT else f"GATEWAY_PORT={place.port} "
+        ask.append(f"{port}mlx-gateway run {shlex.quote(spec.id)}")
+    ask.append(" ".join(["curl", *options, shlex.quote(url + path), "-d", shlex.quote(body)]))
+    return "\n\n".join([ready, _list_models(specs, loaded), "\n".join(ask)])
 
 
 def _list_models(specs: Specs, loaded: Specs) -> str:
-    if not specs:
-        return "It serves no models. `mlx-gateway models recommend` lists some that fit."
     listed = [*loaded, *(spec for spec in specs if spec not in loaded)]
     listed = listed[: max(MOST_LISTED, len(loaded))]
     width, rest = max(len(spec.id) for spec in listed), len(specs) - len(listed)
@@ -364,14 +365,6 @@ def _list_models(specs: Specs, loaded: Specs) -> str:
     rows = [f"{spec.id:{width}}  {spec.kind:9}  {states[spec in loaded]}" for spec in listed]
     rows += [f"and {rest} more on first use: mlx-gateway models"] if rest else []
     return "\n".join(rows)
-
-
-def _run_command(spec: ModelSpec, place: Place, settings: Settings) -> Iterator[str]:
-    # `run` asks 127.0.0.1, and trusts no certificate that is only for this gateway.
-    is_asked = place.host in ("127.0.0.1", "0.0.0.0") and not settings.tls_cert
-    if isinstance(spec, ChatSpec) and is_asked:
-        port = "" if place.port == PORT else f"GATEWAY_PORT={place.port} "
-        yield f"{port}mlx-gateway run {shlex.quote(spec.id)}"
 
 
 def _host_header(host: str, settings: Settings) -> list[str]:

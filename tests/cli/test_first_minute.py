@@ -226,7 +226,7 @@ def test_the_greeting_of_a_unix_socket_names_no_page() -> None:
 def test_the_greeting_without_models_names_the_next_step() -> None:
     assert write_greeting([AT_8000], [], [], settings(dashboard=False)) == (
         "mlx-gateway is ready on http://127.0.0.1:8000 (Ctrl-C stops it).\n\n"
-        "It serves no models. `mlx-gateway models recommend` lists some that fit."
+        "It serves no models: see `mlx-gateway models recommend`."
     )
 
 
