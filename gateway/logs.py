@@ -8,8 +8,7 @@ import logging
 import sys
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from functools import partial
-from typing import Any, Literal, TextIO
+from typing import Any, Literal
 
 import orjson
 import structlog
@@ -44,7 +43,8 @@ def configure(level: str = "info", style: Format = "auto") -> None:
         wrapper_class=structlog.make_filtering_bound_logger(
             logging.getLevelNamesMapping()[level.upper()]
         ),
-        logger_factory=partial(_make_writer, sys.stderr),
+        # A bar replaces sys.stderr meanwhile, so that lines appear above it.
+        logger_factory=lambda *_: _Writer(sys.stderr),
         cache_logger_on_first_use=False,
     )
 
@@ -61,10 +61,6 @@ class _Writer(structlog.WriteLogger):
 
     log = debug = info = warn = warning = error = err = msg
     critical = fatal = exception = failure = msg
-
-
-def _make_writer(stream: TextIO, *_: Any) -> _Writer:
-    return _Writer(stream)
 
 
 def _json(event: Any, **options: Any) -> str:

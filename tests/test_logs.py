@@ -3,11 +3,11 @@
 import io
 import json
 import re
-import sys
 import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 from unittest.mock import patch
 
@@ -27,7 +27,7 @@ PREDICATE = {"type": "predicate", "instructions": "It is late."}
 def writing(style: Style, to: io.StringIO | None = None) -> Iterator[io.StringIO]:
     """Give the lines that are logged meanwhile."""
     to = io.StringIO() if to is None else to
-    with patch.object(sys, "stderr", to):
+    with patch.object(logs, "sys", SimpleNamespace(stderr=to)):  # pytest replaces sys.stderr
         try:
             logs.configure("debug", style)
             yield to

@@ -68,8 +68,8 @@ class Ingress:
         self._read_catalog = read_catalog
         self._catalog = read_catalog()
         self._salt = salt
-        self.is_preloaded = asyncio.Event()
-        self.local_key = None
+        self.has_tried = self.is_preloaded = asyncio.Event()
+        self.local_key: str | None = None
         self.in_flight = InFlight()
         self.asgi: ASGIApp = protect(
             self._serve,
@@ -99,6 +99,12 @@ class Ingress:
     def loaded(self) -> Sequence[ModelSpec]:
         """Return the models that replicas load before they are ready."""
         return [spec for spec in self._catalog.specs if spec.preload]
+
+    def specs(self) -> Sequence[ModelSpec]:
+        return self._catalog.specs
+
+    def progress(self) -> None:
+        """Return None: a replica's log has the progress of its loads."""
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":

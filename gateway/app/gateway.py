@@ -6,7 +6,7 @@ import os
 import secrets
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -31,6 +31,7 @@ from gateway.errors import (
     ShuttingDown,
     Unavailable,
 )
+from gateway.jobs import Progress
 from gateway.registry import Catalog, Changes, HubSource, ModelSpec
 from gateway.serving.admission import Arrivals
 from gateway.serving.budget import Budget
@@ -90,7 +91,7 @@ class Gateway:
         self._budget = Budget(budget_bytes(settings, engines.memory_bytes))
         self._pulls = Pulls(engines)
         self._kept = PrefixFiles(settings, self._lane)
-        loader = ModelLoader(
+        self._loader = ModelLoader(
             settings,
             engines,
             self._lane,
@@ -102,7 +103,7 @@ class Gateway:
             self._kept,
         )
         self.models: ModelCache[Batcher] = ModelCache(
-            loader,
+            self._loader,
             self._served,
             self._budget,
             max_models=settings.cache_max_models,
@@ -122,7 +123,7 @@ class Gateway:
         self._responses = _make_response_store(settings)
         self._tracer = _make_tracer()
         self._preload = Preload(settings, self._served, self.models, engines)
-        self.is_preloaded = self._preload.is_done
+        self.has_tried, self.is_preloaded = self._preload.has_tried, self._preload.is_done
         self._reloading = asyncio.Lock()
         self.asgi = self._make_app()
 
@@ -151,6 +152,9 @@ class Gateway:
     async def drain(self) -> None:
         """Refuse new requests, wait for running ones, and save the prefix caches."""
         until = clock.now() + self._settings.drain_s
+        loading = [spec.id for spec in self._loading()]
+        if loading or self.in_flight.requests:
+            log.info("waiting_for", requests=len(self.in_flight.requests), loading=loading)
         if not await self.in_flight.drain(self._settings.drain_s):
             log.warning("drain_cut_short", seconds=self._settings.drain_s)
             self._end_all(ShuttingDown())
@@ -218,7 +222,7 @@ class Gateway:
             async with _exporting(self._tracer), self._lane as lane:
                 async with lane.turn("load") as run:
                     await run(self._engines.begin)
-                log.info("memory_budget", bytes=self._budget.limit_bytes)
+                log.debug("memory_budget", bytes=self._budget.limit_bytes)
                 async with self._pulls, self.models:
                     preload = partial(self._preload.run, lambda: self._status() == "ready")
                     background = [
@@ -273,6 +277,16 @@ class Gateway:
     def loaded(self) -> list[ModelSpec]:
         states = self.models.states()
         return [spec for spec in self._served.catalog.specs if states.get(spec.id) == "loaded"]
+
+    def specs(self) -> Sequence[ModelSpec]:
+        return self._served.catalog.specs
+
+    def progress(self) -> Progress | None:
+        """Return the progress of a model that is loading, if any. Call it off the event loop."""
+        return next(map(self._loader.progress, self._loading()), None)
+
+    def _loading(self) -> list[ModelSpec]:
+        return [entry.spec for entry in self.models.entries if not entry.is_settled.is_set()]
 
     def _status(self) -> str:
         if self.in_flight.is_draining:

@@ -14,6 +14,7 @@ from gateway.app.limits import embedding_limits, generation_limits, settings_of,
 from gateway.app.prefix_files import PrefixFiles
 from gateway.app.self_tests import SelfTest, verdict_store
 from gateway.errors import EngineFailed, Fault, GatewayError, ModelLoadFailed, ModelLoading
+from gateway.jobs import Progress
 from gateway.jobs.chat import Adapter, Compiled, Sampling
 from gateway.jobs.steps import ImageCost, KvCost, SequenceParams, StepPlan
 from gateway.registry import ChatSpec, EmbeddingSpec, Inputs, ModelSpec, RerankSpec
@@ -168,6 +169,8 @@ class ModelLoader:
     prefixes: PrefixShare
     pulls: Pulls
     kept: PrefixFiles
+    # The memory in use before each model's last load began, and the bytes of its weights.
+    _begun: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     async def prepare(self, spec: ModelSpec, base: Batcher | None = None) -> Prepared[Batcher]:
         """Find or download a model's files, and read its size.
@@ -186,10 +189,20 @@ class ModelLoader:
     def fetched_percent(self, spec: ModelSpec) -> int | None:
         return self.pulls.percent(spec)
 
+    def progress(self, spec: ModelSpec) -> Progress:
+        """Return the progress of a model that is being downloaded or loaded. May read the disk."""
+        for pull in self.pulls.under_way:
+            if pull.spec.id == spec.id and pull.status == "downloading":
+                return Progress("model_download", spec.id, *self.pulls.fetched(pull))
+        before, weights = self._begun.get(spec.id, (self.engines.active_bytes, None))
+        loaded = max(0, self.engines.active_bytes - before)
+        return Progress("model_loading", spec.id, loaded, weights)
+
     @contextlib.asynccontextmanager
     async def _open(
         self, spec: ModelSpec, files: Path, size: Size
     ) -> AsyncIterator[Loaded[Batcher]]:
+        self._begun[spec.id] = (self.engines.active_bytes, size.weights)
         model: AbstractAsyncContextManager[tuple[Batcher, int]]
         if isinstance(spec, EmbeddingSpec):
             steps = self.engines.embedding(spec, files)
@@ -250,7 +263,7 @@ class ModelLoader:
                 log.warning("files_not_followed", model=spec.id, what=note)
             kv = engine.facts.kv_cost or KvCost(size.kv_token)
             if kv.states:
-                log.info("prefix_states", model=spec.id, bytes=kv.states)
+                log.debug("prefix_states", model=spec.id, bytes=kv.states)
             # `size.kv` is an estimate from the config, and may be many times too large.
             allowance = settings.kv_allowance_tokens
             included = min(size.kv, kv.of(allowance) + kv.draft.token * allowance)
@@ -363,12 +376,12 @@ class Preload:
     _engines: Engines
     has_reloaded: asyncio.Event = field(default_factory=asyncio.Event)
     is_done: asyncio.Event = field(default_factory=asyncio.Event)
-    _has_tried: bool = False
+    has_tried: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def status(self) -> str:
         """Return "loading", "failed" or "ready"."""
-        if not self._has_tried:
+        if not self.has_tried.is_set():
             return "loading"
         # `ready_in_part` means that one loaded model is enough.
         failed = len(self._failed())
@@ -391,7 +404,7 @@ class Preload:
                 await self._engines.import_for(self._served.catalog.specs)
             except Exception:  # callers get the error when they load the model
                 app_log.exception("import_failed")
-            self._has_tried = True
+            self.has_tried.set()
             failed = self._failed()
             if is_ready():
                 self.is_done.set()

@@ -240,9 +240,9 @@ class SelfTest:
         if self.verdict.forbids_batches or self.verdict.prefixes is False:
             log.warning("batching_restricted", **entry, problem=self.verdict.problem)
         elif self.verdict.is_whole:
-            log.info("self_test_passed", **entry)
+            log.debug("self_test_passed", **entry)
         else:
-            log.info("self_test_unfinished", **entry, rest="in idle time")
+            log.debug("self_test_unfinished", **entry, rest="in idle time")
 
     async def _keep(self) -> None:
         try:

@@ -16,6 +16,7 @@ editor     reads prompts on a terminal
 agents     the setups of the coding agents and tools that launch and connect know
 gateways   finds the running gateway, or starts one for a tool; asks it about its models
 local_key  the key that opens /admin of a gateway on loopback to its user's commands
+progress   shows the progress of downloads and loads
 terminal   options that several commands share, and tables
 lazy       modules that are imported at their first use, such as mlx
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +14,9 @@ import typer
 from gateway.bench.pictures import draw_png
 from gateway.bench.requests import Ask, Kind, Texts, Workload, chat, embeddings, rerank
 from gateway.cli import lazy
+from gateway.cli.gateways import address, first_key
 from gateway.cli.terminal import fail, show
+from gateway.settings import load_settings
 
 if TYPE_CHECKING:
     from gateway.bench.figures import Figures, Spread
@@ -22,8 +25,9 @@ if TYPE_CHECKING:
     Measured = list[tuple[int, Figures]]
 
 NO_CLIENT = "mlx-gateway bench needs aiohttp, of the extra `bench`: pip install aiohttp"
-KEYS = ["GATEWAY_BENCH_API_KEY", "OPENAI_API_KEY"]
-URL = "http://127.0.0.1:8000"
+KEY = "GATEWAY_BENCH_API_KEY"
+URL_HELP = "Address of the server, any OpenAI-compatible one."
+KEY_HELP = "API key of the server. Without it: the gateway's own, or OPENAI_API_KEY."
 EMBEDDER, WRITER = "text-embedding-3-small", "gpt-4o-mini"
 MODELS = {Kind.EMBEDDINGS: EMBEDDER, Kind.RERANK: EMBEDDER, Kind.CHAT: WRITER}
 UNITS = {Kind.EMBEDDINGS: "vectors", Kind.RERANK: "pairs", Kind.CHAT: "tokens"}
@@ -40,9 +44,9 @@ NUMBERS = "N,N,…"
 
 def bench(
     kind: Kind = typer.Argument(help="The kind of requests."),
-    url: str = typer.Option(URL, help="Address of the server, any OpenAI-compatible one."),
+    url: str | None = typer.Option(None, help=URL_HELP, show_default="the gateway's"),
     model: str | None = typer.Option(None, help="The model to ask.", show_default="by kind"),
-    api_key: str | None = typer.Option(None, envvar=KEYS, help="API key of the server."),
+    api_key: str | None = typer.Option(None, envvar=KEY, help=KEY_HELP),
     concurrency: str = typer.Option("1,8,32", metavar=NUMBERS, help="Clients at once in each run."),
     duration: float = typer.Option(10, min=0.1, help="Seconds to measure each number of clients."),
     warmup: float = typer.Option(2, min=0, help="Seconds of load before each measurement."),
@@ -61,6 +65,12 @@ def bench(
     """
     if find_spec("aiohttp") is None:
         fail(NO_CLIENT)
+    if url is None:
+        settings = load_settings()
+        url, api_key = address(settings), api_key or first_key(settings)
+        if url is None:
+            fail("The gateway's port is not known: set GATEWAY_PORT, or give --url.")
+    api_key = api_key or os.environ.get("OPENAI_API_KEY")
     clients = _numbers(concurrency, "--concurrency")
     # A server may have cached the texts of the last run.
     if seed is None:

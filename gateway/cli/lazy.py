@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from gateway.engine.models import sharding as sharding
     from gateway.engine.models.notes import verified_by as verified_by
     from gateway.engine.vision.families import FAMILIES as FAMILIES
+    from gateway.jobs import Progress as Progress
     from gateway.jobs.steps import KvCost as KvCost
     from gateway.server import connections as connections
     from gateway.server.connections import Config as Config
@@ -72,6 +73,7 @@ _PLACES = {
     "sharding": "gateway.engine.models.sharding",
     "verified_by": "gateway.engine.models.notes:verified_by",
     "FAMILIES": "gateway.engine.vision.families:FAMILIES",
+    "Progress": "gateway.jobs:Progress",
     "KvCost": "gateway.jobs.steps:KvCost",
     "memory": "gateway.serving.generation.memory",
     "connections": "gateway.server.connections",

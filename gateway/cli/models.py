@@ -2,9 +2,8 @@
 
 import json
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeAlias
 
@@ -13,6 +12,7 @@ import typer
 from gateway import logs
 from gateway.app.named import read_served
 from gateway.cli import lazy
+from gateway.cli.progress import shown
 from gateway.cli.terminal import (
     Discover,
     Host,
@@ -51,7 +51,6 @@ if TYPE_CHECKING:
 
 log = logs.get("models")
 
-REFRESH_S = 0.2
 Row: TypeAlias = tuple[str, ...]
 
 
@@ -78,6 +77,10 @@ def check(
             f"GATEWAY_CACHE_MAX_MODELS is {max_models}: only the first {max_models} stay loaded"
         )
     count = len(reading.catalog.names())
+    if not count:
+        print(
+            f"note: {what} lists no models, so none is served: see `mlx-gateway models recommend`"
+        )
     print(f"{what}: {len(reading.catalog)} models by {count} names, no problems")
 
 
@@ -196,6 +199,7 @@ def pull(
     A pull that is interrupted is completed by the next one.
     """
     settings = load_settings({"models": models, "serve": (model,)})
+    logs.configure(settings.log_level, "json" if settings.log_format == "json" else "console")
     reading = read_served(settings, may_pull=True)
     reading.require_valid()
     for spec in _needed(reading.catalog.specs[0], settings.speculate_rows):
@@ -223,42 +227,12 @@ def _needed(spec: ModelSpec, speculate_rows: int) -> Iterator[ModelSpec]:
 def fetch(spec: ModelSpec, hub: "Hub") -> Path:
     if isinstance(spec.source, HubSource) and not lazy.hub.is_installed(spec.source):
         total = lazy.hub.ask_hub(spec, hub)
-        with _progress(spec.id, total, lambda: lazy.hub.fetched_bytes(spec, hub)):
+        now = partial(lazy.Progress, "model_download", spec.id)
+        with shown(lambda: now(lazy.hub.fetched_bytes(spec, hub), total)):
             lazy.hub.download(spec, hub)
     folder = lazy.hub.on_disk(spec, hub)
     assert folder is not None, "only the hub's models can be missing without an error"
     return folder
-
-
-@contextmanager
-def _progress(name: str, total: int, fetched: Callable[[], int]) -> Iterator[None]:
-    if not sys.stderr.isatty():  # each update would be a line in a log
-        yield
-        return
-    progress = lazy.progress
-    bar = progress.Progress(
-        "{task.description}",
-        progress.BarColumn(),
-        progress.DownloadColumn(binary_units=True),
-        progress.TransferSpeedColumn(),
-        progress.TimeRemainingColumn(),
-        console=lazy.Console(stderr=True),
-        transient=True,
-    )
-    task, done = bar.add_task(name, total=total), threading.Event()
-
-    def draw() -> None:
-        while not done.wait(REFRESH_S):
-            bar.update(task, completed=min(total, fetched()))
-
-    drawing = threading.Thread(target=draw, daemon=True)
-    with bar:
-        drawing.start()
-        try:
-            yield
-        finally:
-            done.set()
-            drawing.join()
 
 
 def schema() -> None:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import typer
 
@@ -24,6 +24,7 @@ from gateway.app.named import read_served
 from gateway.cli import lazy
 from gateway.cli.local_key import keep_key
 from gateway.cli.models import fetch_preloaded
+from gateway.cli.progress import shown
 from gateway.cli.terminal import Discover, Host, ModelsFile, Names, Port, flags_of
 from gateway.doctor.machine import bind_problem, require_machine
 from gateway.errors import GatewayError
@@ -33,6 +34,7 @@ from gateway.settings import Settings, SettingsInvalid, load_settings, strays, w
 if TYPE_CHECKING:
     import ssl
 
+    from gateway.jobs import Progress
     from gateway.registry import Catalog
     from gateway.serving.ranks.links import Leader
 
@@ -40,6 +42,9 @@ log = logs.get("serve")
 
 LAST_WORDS_S = 0.5  # seconds for clients to read the last answers
 SHUTDOWN_S = 10  # seconds to close the models, after the drain
+Specs: TypeAlias = Sequence[ModelSpec]
+MOST_LISTED = 4  # models
+PORT = Settings.model_fields["port"].default
 ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 _CHAT = {"messages": [{"role": "user", "content": "What is the capital of France?"}]}
 _EMBEDDING: dict[str, Any] = {"input": "Hello"}
@@ -57,15 +62,22 @@ def serve(
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     settings = load_settings(flags_of(models, names, discover=discover, host=host, port=port))
     require_machine(settings)
-    logs.configure(settings.log_level, settings.log_format)
+    is_watched = logs.is_console(settings.log_format) and settings.log_level == "info"
+    # A person sees a bar and a greeting until the gateway is ready, and problems.
+    logs.configure("warning" if is_watched else settings.log_level, settings.log_format)
     faulthandler.enable()  # prints a traceback if native code crashes
     reading = read_served(settings)
     reading.require_valid()
-    log.info("starting", version=__version__, models=str(settings.models_file or "named"))
+    where = str(settings.models_file or "named")
+    if logs.is_console(settings.log_format):
+        print(f"mlx-gateway {__version__} is starting ({where}).", file=sys.stderr, flush=True)
+    log.info("starting", version=__version__, models=where)
     for note in (*reading.notes, *strays(reading.variables)):
         log.warning("settings_note", note=note)
     if settings.serve:  # a named model that cannot be downloaded ends the start
         fetch_preloaded(settings, reading.catalog)
+    # Python's own handler would interrupt imports of native code, which may abort the process.
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
     # Everything below needs mlx.
     if lazy.device.BLAS.hint is not None:
         log.warning("slow_blas", hint=lazy.device.BLAS.hint)
@@ -77,7 +89,10 @@ def serve(
 
 def _serve_alone(settings: Settings, catalog: "Catalog") -> None:
     engines = lazy.engines.MlxEngines(settings)
-    asyncio.run(run(lazy.gateway.Gateway(settings, catalog, engines), settings))
+    with contextlib.suppress(KeyboardInterrupt):  # one more, after the loop's own handler has gone
+        asyncio.run(run(lazy.gateway.Gateway(settings, catalog, engines), settings))
+    # Python's end would abort if a daemon thread were in native code, such as an import.
+    os._exit(0)
 
 
 def _serve_as_rank(settings: Settings, catalog: "Catalog") -> None:
@@ -109,10 +124,16 @@ class Serving(Protocol):
     """An application that can be served: a gateway, or a router in front of several."""
 
     asgi: Any
+    has_tried: asyncio.Event  # set when the models have been loaded, or have failed
     is_preloaded: asyncio.Event
     local_key: str | None  # opens /admin to this user's commands
 
+    def specs(self) -> Sequence[ModelSpec]: ...
+
     def loaded(self) -> Sequence[ModelSpec]: ...
+
+    def progress(self) -> "Progress | None":
+        """Return the progress of a download or load. Runs on a thread, and may read the disk."""
 
     async def reload(self) -> object:
         """Read models.yaml again. Raises ModelsFileInvalid, and changes nothing, on a problem."""
@@ -124,11 +145,11 @@ async def run(gateway: Serving, settings: Settings, leader: "Leader | None" = No
     """Serve until this process or another rank gets SIGTERM or SIGINT, then drain."""
     connections = lazy.connections
     connections.install(settings.send_timeout_s, _make_tls(settings))
-    stop, signals = asyncio.Event(), list[None]()
+    stop, signals, progress = asyncio.Event(), list[None](), contextlib.ExitStack()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         # A handler of the loop runs between callbacks, so it interrupts no code.
-        loop.add_signal_handler(number, _stop, stop, signals)
+        loop.add_signal_handler(number, _stop, stop, signals, progress)
     if leader is not None:
         leader.on_stop = partial(loop.call_soon_threadsafe, stop.set)
 
@@ -156,8 +177,11 @@ async def run(gateway: Serving, settings: Settings, leader: "Leader | None" = No
     config.accesslog = None
     config.errorlog = None
     try:
-        with listen(settings.binds, scheme=settings.scheme) as config.bind:
-            readying = asyncio.create_task(_ready(gateway, settings, config.bind), name="ready")
+        with listen(settings.binds, scheme=settings.scheme) as config.bind, progress:
+            progress.callback(logs.configure, settings.log_level, settings.log_format)
+            progress.enter_context(shown(partial(_look, gateway)))
+            work = _ready(gateway, settings, config.bind, progress)
+            readying = asyncio.create_task(work, name="ready")
             first = next(iter(find_places(config.bind)), Place(""))
             with keep_key(gateway.local_key, first.host, first.port):
                 await lazy.serve(gateway.asgi, config, shutdown_trigger=until_drained)
@@ -168,14 +192,26 @@ async def run(gateway: Serving, settings: Settings, leader: "Leader | None" = No
         os._exit(os.EX_SOFTWARE)
 
 
-async def _ready(gateway: Serving, settings: Settings, opened: Sequence[str]) -> None:
+def _look(gateway: Serving) -> "Progress | None":
+    now = gateway.progress()
+    # Without a bar, the engines log downloads.
+    is_told = now is not None and now.event == "model_download" and not sys.stderr.isatty()
+    return None if is_told else now
+
+
+async def _ready(
+    gateway: Serving, settings: Settings, opened: Sequence[str], progress: contextlib.ExitStack
+) -> None:
     where = find_places(opened)  # Hypercorn may close the sockets during the wait
+    await gateway.has_tried.wait()
+    progress.close()
     await gateway.is_preloaded.wait()
     # Imported modules are never freed, so garbage collection need not traverse them.
     gc.collect()
     gc.freeze()
     if logs.is_console(settings.log_format):
-        print(f"\n{write_greeting(where, gateway.loaded(), settings)}", file=sys.stderr, flush=True)
+        greeting = write_greeting(where, gateway.specs(), gateway.loaded(), settings)
+        print(greeting, file=sys.stderr, flush=True)
 
 
 async def _reload_at(hangup: asyncio.Event, gateway: Serving) -> None:
@@ -190,12 +226,13 @@ async def _reload_at(hangup: asyncio.Event, gateway: Serving) -> None:
             log.exception("reload_failed")
 
 
-def _stop(stop: asyncio.Event, signals: list[None]) -> None:
+def _stop(stop: asyncio.Event, signals: list[None], progress: contextlib.ExitStack) -> None:
     """Start the drain at the first signal; exit at once at the second."""
     # `stop` may be set by another rank's request, so it does not show a second signal.
     if signals:
         os._exit(1)
     signals.append(None)
+    progress.close()
     stop.set()
 
 
@@ -288,7 +325,8 @@ def _place(descriptor: int) -> Place | None:
     return None
 
 
-def write_greeting(places: Sequence[Place], models: Sequence[ModelSpec], settings: Settings) -> str:
+def write_greeting(places: Sequence[Place], specs: Specs, loaded: Specs, settings: Settings) -> str:
+    """Return what a person wants to know: the address, the models and how to ask one."""
     if not places:
         return "mlx-gateway is ready."
     place, scheme = places[0], settings.scheme
@@ -299,10 +337,12 @@ def write_greeting(places: Sequence[Place], models: Sequence[ModelSpec], setting
         host = ANYWHERE.get(place.host, place.host)
         url = where = f"{scheme}://{with_port(host, place.port)}"
         options = _host_header(host, settings)
-    ready = f"mlx-gateway is ready on {where}"
-    if not models:
-        return f"{ready} (Ctrl-C stops it). No model is loaded yet."
-    spec = min(models, key=lambda spec: not isinstance(spec, ChatSpec))
+    ready = f"mlx-gateway is ready on {where} (Ctrl-C stops it)."
+    if settings.has_dashboard and place.port is not None:
+        ready += f"\nDashboard: {url}/dashboard"
+    if not specs:
+        return f"{ready}\n\nIt serves no models: see `mlx-gateway models recommend`."
+    spec = min(loaded or specs, key=lambda spec: not isinstance(spec, ChatSpec))
     if settings.tls_cert:
         options.append("--insecure")  # few certificates are valid for this address
     if settings.api_keys:
@@ -311,8 +351,24 @@ def write_greeting(places: Sequence[Place], models: Sequence[ModelSpec], setting
     if isinstance(spec, ChatSpec):
         path, question = "/v1/chat/completions", _CHAT
     body = json.dumps({"model": spec.id, **question})
-    command = ["curl", *options, shlex.quote(url + path), "-d", shlex.quote(body)]
-    return f"{ready} (Ctrl-C stops it). Ask it something:\n\n{' '.join(command)}"
+    ask = ["Ask it something, in another terminal:"]
+    # `run` asks 127.0.0.1, and trusts no certificate that is only for this gateway.
+    is_asked = place.host in ("127.0.0.1", "0.0.0.0") and not settings.tls_cert
+    if isinstance(spec, ChatSpec) and is_asked:
+        port = "" if place.port == PORT else f"GATEWAY_PORT={place.port} "
+        ask.append(f"{port}mlx-gateway run {shlex.quote(spec.id)}")
+    ask.append(" ".join(["curl", *options, shlex.quote(url + path), "-d", shlex.quote(body)]))
+    return "\n\n".join([ready, _list_models(specs, loaded), "\n".join(ask)])
+
+
+def _list_models(specs: Specs, loaded: Specs) -> str:
+    listed = [*loaded, *(spec for spec in specs if spec not in loaded)]
+    listed = listed[: max(MOST_LISTED, len(loaded))]
+    width, rest = max(len(spec.id) for spec in listed), len(specs) - len(listed)
+    states = {True: "loaded", False: "on first use"}
+    rows = [f"{spec.id:{width}}  {spec.kind:9}  {states[spec in loaded]}" for spec in listed]
+    rows += [f"and {rest} more on first use: mlx-gateway models"] if rest else []
+    return "\n".join(rows)
 
 
 def _host_header(host: str, settings: Settings) -> list[str]:

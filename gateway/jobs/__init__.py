@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +28,15 @@ class Tier(StrEnum):
     PRIORITY = "priority"
     DEFAULT = "default"
     FLEX = "flex"
+
+
+class Progress(NamedTuple):
+    """The bytes of a model that are on the disk or in memory so far."""
+
+    event: Literal["model_download", "model_loading"]
+    model: str
+    completed: int
+    total: int | None  # None if unknown
 
 
 @dataclass(frozen=True, slots=True)

@@ -153,7 +153,9 @@ class _Reader:
 
     def read(self) -> list[ModelSpec]:
         file = self._document.value
-        if file is None and self._document.problems:
+        if file is None:
+            if not self._document.problems:
+                self._report((), "the file is empty: remove it, and `mlx-gateway init` writes one")
             return []
         self._validate(File, file, ())
         if not isinstance(file, dict) or not isinstance(file.get("models"), dict):

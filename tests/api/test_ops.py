@@ -36,7 +36,7 @@ async def test_ready_waits_for_what_is_preloaded_while_health_does_not(tmp_path:
         assert (await client.get("/ready")).json()["models"] == {"writer": "loaded"}
 
 
-KEYS = {"api_keys": "k"}
+KEYS: dict[str, Any] = {"api_keys": "k"}
 
 
 @pytest.mark.parametrize(

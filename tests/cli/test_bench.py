@@ -66,6 +66,23 @@ def test_errors_under_load_are_counted_by_name(url: str, inside: Inside) -> None
     assert note == f"3 clients: {count} × 429 rate_limit_exceeded"
 
 
+@pytest.mark.parametrize("url", [{"api_keys": "own,other"}], indirect=True)
+def test_without_an_address_the_gateway_of_the_settings_is_asked(url: str, inside: Inside) -> None:
+    """By the port and keys that `serve` would take, unless another key is given."""
+    port = url.rstrip("/").rpartition(":")[2]
+    own = {"GATEWAY_PORT": port, "GATEWAY_API_KEYS": "own,other", "OPENAI_API_KEY": "another's"}
+    asked = ("bench", "embeddings", "--concurrency", "1", *QUICK)
+    assert inside(ROOT, *asked, **own).returncode == 0
+    refused = inside(ROOT, *asked, "--api-key", "wrong", **own)
+    assert (refused.returncode, refused.stdout) == (1, "")
+    assert refused.stderr.startswith("The first request failed: 401 ")
+    by_variable = {"GATEWAY_PORT": port, "OPENAI_API_KEY": "other"}
+    assert inside(ROOT, *asked, **by_variable).returncode == 0
+    unknown = inside(ROOT, *asked, GATEWAY_PORT="0")
+    assert unknown.returncode == 1
+    assert unknown.stderr == ("The gateway's port is not known: set GATEWAY_PORT, or give --url.\n")
+
+
 def test_nobody_there_is_told_in_one_line(inside: Inside) -> None:
     done = inside(ROOT, "bench", "chat", "--url", "http://127.0.0.1:9", *QUICK)
     assert (done.returncode, done.stdout) == (1, "")

@@ -81,6 +81,28 @@ def test_check_prints_each_problem_and_ends_with_1(
     ]
 
 
+@pytest.mark.parametrize("text", ["", "# nothing yet\n"])
+def test_check_of_an_empty_file_names_the_next_step(
+    here: Path, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    (here / "models.yaml").write_text(text)
+    assert run("check") == 1
+    assert capsys.readouterr().err == (
+        "models.yaml:1: the file is empty: remove it, and `mlx-gateway init` writes one\n"
+    )
+
+
+def test_check_notes_that_no_model_is_served(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "models.yaml").write_text("version: 1\nmodels: {}\n")
+    assert run("check") == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "note: models.yaml lists no models, so none is served: see `mlx-gateway models recommend`",
+        "models.yaml: 0 models by 0 names, no problems",
+    ]
+
+
 def test_check_notes_what_can_be_served_all_the_same(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

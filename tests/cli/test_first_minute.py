@@ -10,11 +10,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from gateway import __version__
 from gateway.cli.serve import Place, write_greeting
-from gateway.registry import load_catalog
+from gateway.registry import ChatSpec, EmbeddingSpec, ModelSpec, PathSource
 from tests.checkpoints import write_chat
 from tests.processes import ROOT, command, environment, free_port, needs_openssl, write_certificate
 from tests.serving_app import settings
@@ -33,23 +35,39 @@ needs_curl = pytest.mark.skipif(not shutil.which("curl"), reason="pastes a line 
 
 @contextmanager
 def in_a_terminal(arguments: list[str], folder: Path, **given: str) -> Iterator[list[str]]:
-    """Run a command whose stderr is a terminal until it greets; give its lines."""
+    """Run a command whose stderr is a terminal until it greets; give the lines on the screen."""
     master, slave = pty.openpty()
+    wide = {"TERM": "xterm", "COLUMNS": "100", **given}
     process = subprocess.Popen(
-        arguments, cwd=folder, env=environment(**given), stdout=slave, stderr=slave
+        arguments, cwd=folder, env=environment(**wide), stdout=slave, stderr=slave
     )
     os.close(slave)
     try:
         seen = b""
         ends = time.monotonic() + 120
-        while not re.search(rb"mlx-gateway is ready[^\n]*\n\r\ncurl [^\n]*\n", seen):
+        while not re.search(rb"mlx-gateway is ready[^$]*\ncurl [^\n]*\n", seen):
             assert time.monotonic() < ends, seen
             seen += os.read(master, 65536)
-        yield seen.decode().replace("\r\n", "\n").splitlines()
+        yield on_screen(seen.decode())
     finally:
         process.kill()
         process.wait(10)
         os.close(master)
+
+
+def on_screen(written: str) -> list[str]:
+    """Give the lines that a terminal shows at the end, without the bar that was there before."""
+    lines = [""]
+    for part in re.findall(r"\x1b\[[\d;?]*[A-Za-z]|\r|\n|[^\x1b\r\n]+", written):
+        if part == "\n":
+            lines.append("")
+        elif part == "\x1b[1A":
+            lines.pop()
+        elif part == "\x1b[2K":
+            lines[-1] = ""
+        elif part[0] not in "\x1b\r":
+            lines[-1] += part
+    return lines[:-1]
 
 
 def answered(line: str, **given: str) -> dict[str, object]:
@@ -69,23 +87,45 @@ def tiny(short_path: Path) -> Path:
     return short_path
 
 
+QUESTION = (
+    '{"model": "tiny", "messages": [{"role": "user", "content": "What is the capital of France?"}]}'
+)
+
+
+def without_warnings(lines: list[str]) -> list[str]:
+    return [line for line in lines if not line.startswith(("warning:", "    "))]
+
+
 @needs_curl
-def test_a_terminal_sees_models_load_and_ends_with_a_line_to_paste(tiny: Path) -> None:
-    """Each model when it begins and with its seconds, then the address, then the line, which
-    works.
-    """
+def test_a_terminal_tells_a_person_what_to_do(tiny: Path) -> None:
+    """The address, the models and how to ask them. The bar is gone; nothing internal is said."""
     with in_a_terminal(command("serve"), tiny, GATEWAY_PORT="0") as lines:
-        events = [line.split()[0] for line in lines if line]
+        port = lines[-1].partition("127.0.0.1:")[2].partition("/")[0]
+        assert without_warnings(lines) == [
+            f"mlx-gateway {__version__} is starting (models.yaml).",
+            f"mlx-gateway is ready on http://127.0.0.1:{port} (Ctrl-C stops it).",
+            f"Dashboard: http://127.0.0.1:{port}/dashboard",
+            "",
+            "tiny  chat       loaded",
+            "",
+            "Ask it something, in another terminal:",
+            f"GATEWAY_PORT={port} mlx-gateway run tiny",
+            f"curl http://127.0.0.1:{port}/v1/chat/completions -d '{QUESTION}'",
+        ]
+        assert "choices" in answered(lines[-1])
+
+
+def test_a_debug_log_tells_the_rest(tiny: Path) -> None:
+    """Each event of a start, which a log of JSON has too."""
+    given = {"GATEWAY_PORT": "0", "GATEWAY_LOG_LEVEL": "debug"}
+    with in_a_terminal(command("serve"), tiny, **given) as lines:
+        lines = [line.removeprefix("debug: ") for line in lines if line]
+        events = [line.split()[0] for line in lines]
         order = ["starting", "serving", "model_loading", "model_loaded", "ready", "mlx-gateway"]
-        assert [event for event in events if event in order] == order
+        assert [event for event in events[1:] if event in order] == order
+        assert "memory_budget" in events
         (loaded,) = (line for line in lines if line.startswith("model_loaded"))
         assert re.search(r" model=tiny [\d.]+ s [\d.]+ [KM]iB", loaded)
-        url = re.search(r"url=(\S+)", "\n".join(lines))
-        assert url is not None
-        assert lines[-3] == f"mlx-gateway is ready on {url[1]} (Ctrl-C stops it). Ask it something:"
-        assert lines[-1].startswith(f"curl {url[1]}/v1/chat/completions -d ")
-        assert "choices" in answered(lines[-1])
-        assert all(len(line) <= 100 for line in lines[:-1])
         tested = [line.replace('"', "") for line in lines if line.startswith("self_test_")]
         assert tested
         assert all(
@@ -127,23 +167,87 @@ def test_the_line_to_paste_goes_to_a_unix_socket(tiny: Path) -> None:
     ],
 )
 def test_the_greeting_names_an_address_that_answers(host: str, shown: str) -> None:
-    """The address is not the wildcard, and its name is a Host that the gateway lets in."""
-    specs = list(load_catalog(ROOT / "models.yaml", {}).specs)
+    """The address is not the wildcard, and its name is a Host that the gateway lets in.
+
+    `run` asks 127.0.0.1, and is named if that is the gateway.
+    """
     open_to_all = settings(allow_unauthenticated=True)
-    said = write_greeting([Place(host, 80)], specs, open_to_all)
+    said = write_greeting([Place(host, 80)], SPECS, [], open_to_all)
     assert f"curl {shown}v1/chat/completions" in said
-    assert '{"model": "smollm2-135m", "messages": ' in said
-    assert "curl --unix-socket /a http://localhost/v1/" in write_greeting(
-        [Place("/a")], specs, open_to_all
+    is_found = host in ("127.0.0.1", "0.0.0.0")
+    assert ("GATEWAY_PORT=80 mlx-gateway run writer\n" in said) == is_found
+
+
+SPECS: list[ModelSpec] = [
+    ChatSpec(id="writer", kind="chat", source=PathSource(Path("w"))),
+    EmbeddingSpec(id="an-embedder", kind="embedding", source=PathSource(Path("e"))),
+]
+CHAT = QUESTION.replace("tiny", "writer")
+ASK = "Ask it something, in another terminal:\n"
+LISTED = "writer       chat       loaded\nan-embedder  embedding  on first use"
+AT_8000 = Place("127.0.0.1", 8000)
+
+
+def ready_on(url: str) -> str:
+    return f"mlx-gateway is ready on {url} (Ctrl-C stops it).\nDashboard: {url}/dashboard"
+
+
+@pytest.mark.parametrize(
+    ("given", "options"),
+    [({}, ""), ({"api_keys": "k"}, '-H "Authorization: Bearer $GATEWAY_API_KEYS" ')],
+)
+def test_the_greeting_of_a_loaded_model(given: dict[str, Any], options: str) -> None:
+    """The default port needs no variable, and a key is never shown."""
+    url = "http://127.0.0.1:8000"
+    commands = f"mlx-gateway run writer\ncurl {options}{url}/v1/chat/completions -d '{CHAT}'"
+    assert write_greeting([AT_8000], SPECS, SPECS[:1], settings(**given)) == (
+        f"{ready_on(url)}\n\n{LISTED}\n\n{ASK}{commands}"
     )
-    (embedder, *_) = (spec for spec in specs if spec.kind == "embedding")
-    assert "/v1/embeddings" in write_greeting([Place(host, 80)], [embedder], open_to_all)
-    assert "curl" not in write_greeting([Place(host, 80)], [], open_to_all)
+
+
+def test_the_greeting_over_tls_names_no_command_that_would_distrust_it(tmp_path: Path) -> None:
+    url = "https://127.0.0.1:8000"
+    files = {"tls_cert": tmp_path / "cert.pem", "tls_key": tmp_path / "key.pem"}
+    for file in files.values():
+        file.touch()
+    assert write_greeting([AT_8000], SPECS, SPECS[:1], settings(**files)) == (
+        f"{ready_on(url)}\n\n{LISTED}\n\n{ASK}curl --insecure {url}/v1/chat/completions -d '{CHAT}'"
+    )
+
+
+def test_the_greeting_of_a_unix_socket_names_no_page() -> None:
+    socket = Place("/run/a b.sock")
+    assert write_greeting([socket], SPECS, SPECS[:1], settings()) == (
+        f"mlx-gateway is ready on unix:/run/a b.sock (Ctrl-C stops it).\n\n{LISTED}\n\n{ASK}"
+        f"curl --unix-socket '/run/a b.sock' http://localhost/v1/chat/completions -d '{CHAT}'"
+    )
+
+
+def test_the_greeting_without_models_names_the_next_step() -> None:
+    assert write_greeting([AT_8000], [], [], settings(dashboard=False)) == (
+        "mlx-gateway is ready on http://127.0.0.1:8000 (Ctrl-C stops it).\n\n"
+        "It serves no models: see `mlx-gateway models recommend`."
+    )
+
+
+def test_the_greeting_of_many_models_names_the_loaded_ones_first_and_counts_the_rest() -> None:
+    """An embedder alone is asked for a vector."""
+    specs: list[ModelSpec] = [
+        EmbeddingSpec(id=f"e{number}", kind="embedding", source=PathSource(Path("e")))
+        for number in range(12)
+    ]
+    said = write_greeting([Place("127.0.0.1", 8000)], specs, specs[11:], settings())
+    rows = said.split("\n\n")[1].splitlines()
+    assert rows[:2] == ["e11  embedding  loaded", "e0   embedding  on first use"]
+    assert len(rows) == 5
+    assert rows[-1] == "and 8 more on first use: mlx-gateway models"
+    assert said.endswith("""/v1/embeddings -d '{"model": "e11", "input": "Hello"}'""")
+    assert "mlx-gateway run" not in said
 
 
 @needs_curl
 def test_the_readme_shows_what_the_terminal_shows() -> None:
-    """The first start of the shipped models.yaml, but for numbers; and the line finds Paris."""
+    """The first start of the shipped models.yaml, but for the port; and the line finds Paris."""
     block = (ROOT / "README.md").read_text(encoding="utf-8").partition("```console\n")[2]
     shown = block.partition("```")[0].splitlines()
     with in_a_terminal(command("serve"), ROOT, GATEWAY_PORT=str(free_port()), **AT_ONCE) as lines:
@@ -152,9 +256,34 @@ def test_the_readme_shows_what_the_terminal_shows() -> None:
 
 
 def of_any_machine(lines: list[str]) -> list[str]:
-    """Leave out the parts that differ on another machine: numbers and warnings."""
-    kept = [line for line in lines if not line.startswith(("warning:", "    ", "self_test_"))]
+    """Leave out the parts that differ on another machine: the port and warnings."""
+    kept = without_warnings(lines)
     told = "\n".join(kept)
-    told = re.sub(r"\d\d:\d\d:\d\d", "TIME", told)
-    told = re.sub(r"127\.0\.0\.1:\d+", "HOST", told)
-    return re.sub(r"[\d.]+ (s|[KMG]iB)\b", r"N \1", told).splitlines()
+    told = re.sub(r"GATEWAY_PORT=\d+ ", "", told)
+    return re.sub(r"127\.0\.0\.1:\d+", "HOST", told).splitlines()
+
+
+def installed(folder: Path, pip: str) -> "subprocess.CompletedProcess[str]":
+    """Run `make setup` with another pip, and an environment that is there."""
+    python = folder / "venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.touch()
+    given = [f"VENV={folder / 'venv'}", f"PIP={pip}", "SAY_S=0.05"]
+    return subprocess.run(
+        ["make", "setup", *given], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_a_long_install_says_that_it_goes_on(tmp_path: Path) -> None:
+    """Until the step itself has ended, whose status is the command's."""
+    done = installed(tmp_path, "sh -c 'sleep 1; exit 3' --")
+    assert done.returncode
+    assert "Error 3" in done.stderr
+    lines = done.stdout.splitlines()
+    assert (
+        sum(
+            re.fullmatch(r"Still at it: \S+ in \S+/venv so far\.", line) is not None
+            for line in lines
+        )
+        >= 2
+    )

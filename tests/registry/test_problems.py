@@ -178,7 +178,7 @@ KIND = "models.yaml:2: a: `kind` should be 'embedding', 'rerank' or 'chat'"
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "models.yaml:1: should be a mapping, not None"),
+        ("", "models.yaml:1: the file is empty"),
         ("- 1", "models.yaml:1: should be a mapping, not [1]"),
         ("version: 1", "models.yaml:1: `models` is missing"),
         ("version: 1\nmodels: 3", "models.yaml:2: `models` should be a mapping, not 3"),

@@ -362,7 +362,10 @@ class ModelCache(Generic[M]):
     ) -> None:
         model = entry.spec.id
         metrics.of(metrics.MODEL_LOADS, model, "failed").inc()
-        log.error("model_failed", model=model, error=str(error), exc_info=unforeseen)
+        if isinstance(error, ShuttingDown):
+            log.info("model_load_abandoned", model=model)
+        else:
+            log.error("model_failed", model=model, error=str(error), exc_info=unforeseen)
         if self._served.catalog.current(entry.spec):
             self._failures.remember(model, error)
         entry.settle(error)
