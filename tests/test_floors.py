@@ -138,7 +138,7 @@ INSIDE: dict[str, dict[str, set[str]]] = {
 # shrinks lowers its budget; only the commit that says why raises one.
 BUDGET: dict[str, int] = {
     "__main__": 2,
-    "api": 2924,
+    "api": 2950,
     "app": 1603,
     "bench": 302,
     "cli": 1546,
