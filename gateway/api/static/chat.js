@@ -29,7 +29,7 @@ const picturesOf = ({ content }) => (Array.isArray(content) ? content.filter((pa
 
 /** Return what the tab can keep of a conversation: its end, without pictures if they are too large. */
 function fitting(turns) {
-  const bare = size(turns) <= MOST ? turns : turns.map((turn) => ({ ...turn, content: wordsOf(turn), left: picturesOf(turn).length }));
+  const bare = size(turns) <= MOST ? turns : turns.map((turn) => ({ ...turn, content: wordsOf(turn), left: turn.left || picturesOf(turn).length > 0 }));
   let room = MOST;
   const first = bare.findLastIndex((turn) => (room -= size(turn)) < 0) + 1;
   return bare.slice(bare[first]?.role === "assistant" ? first + 1 : first); // a conversation begins with a question
@@ -50,10 +50,7 @@ export function startChat(form, on) {
   const [log, stop, clear, options, result] = [".turns", ".stop", ".clear", ".options", ".result"].map((each) => find(each, form));
   const { text, model, system } = form.elements;
   const pictures = takePictures(form, (told) => say(result, told));
-  let turns = []; // of the conversation: what is sent, and what is shown beside it
-  let writing = null;
-
-  // ── What is shown ──
+  let [turns, writing] = [[], null]; // a turn is what is sent, and what is shown beside it
 
   /** Change the log, and follow its end if that was in sight. */
   function follow(change) {
@@ -64,7 +61,7 @@ export function startChat(form, on) {
 
   function show(turn, shown, ...parts) {
     const made = make("div", { class: `turn ${turn.role}` }, ...shown.map(picture), ...parts);
-    if (turn.left) made.append(make("p", { class: "foot" }, `${turn.left} pictures were too large to be kept over a reload.`));
+    if (turn.left) made.append(make("p", { class: "foot" }, "Its pictures were too large to be kept over a reload."));
     follow(() => log.append(made));
     return made;
   }
@@ -106,8 +103,6 @@ export function startChat(form, on) {
     };
   }
 
-  // ── What is kept ──
-
   function keep() {
     const kept = fitting(turns);
     const record = { turns: kept, isCut: kept.length < turns.length, system: system.value, isOpen: options.open };
@@ -136,8 +131,6 @@ export function startChat(form, on) {
     }
     log.scrollTop = log.scrollHeight;
   }
-
-  // ── What is sent ──
 
   on(async (told, elapsed) => {
     const own = turns; // another one after a clear

@@ -141,7 +141,7 @@ function showStatus(kind, text) {
 const meanOf = (times) => (read.count(times) ? `mean of ${read.integer(read.count(times))}` : "none");
 const firstTokens = () => history.histogram("gateway_time_to_first_token_seconds", {}, isRecent);
 
-const counted = (name, series) => ({
+const counterTile = (name, series) => ({
   name,
   unit: "/s",
   figure: () => history.rate(series),
@@ -151,9 +151,9 @@ const counted = (name, series) => ({
 });
 
 const TILES = [
-  counted("Requests", "gateway_requests_total"),
-  counted("Prompt tokens", "gateway_prompt_tokens_total"),
-  counted("Completion tokens", "gateway_completion_tokens_total"),
+  counterTile("Requests", "gateway_requests_total"),
+  counterTile("Prompt tokens", "gateway_prompt_tokens_total"),
+  counterTile("Completion tokens", "gateway_completion_tokens_total"),
   {
     name: "First token",
     figure: () => read.typical(firstTokens(), 0.5),
@@ -374,9 +374,8 @@ function showStages() {
       cell.title = `${stage}: ${read.integer(read.count(times))} requests`;
       cell.dataset.stage = cell.dataset.label = stage;
       cell.className = read.count(times) ? "number" : "number empty";
-      const quantiles = () => QUANTILES.map((q) => read.seconds(read.quantile(times, q)));
       const mean = read.count(times) ? [read.seconds(read.mean(times)), meanOf(times), ""] : ["", "", ""];
-      const texts = read.isFew(times) ? mean : quantiles();
+      const texts = read.isFew(times) ? mean : QUANTILES.map((q) => read.seconds(read.quantile(times, q)));
       texts.forEach((text, nth) => say(cell.children[nth], text));
     });
   });

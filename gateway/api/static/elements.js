@@ -44,7 +44,7 @@ export function copyButton(text, shown, label) {
     if (!navigator.clipboard && !document.execCommand("copy")) throw new Error("refused");
     tell("Copied");
   };
-  const made = button("Copy", copy, () => tell("Not copied"), { "aria-label": label, class: "copy" });
+  const made = button("Copy", copy, () => tell("Not copied"), { title: label, class: "copy" });
   return made;
 }
 

@@ -14,6 +14,8 @@ const MARK = /\\[!-/:-@[-`{-~]|`+|\*{1,3}|_{1,3}|~~|!?\[/g;
 const LINK = /!?\[([^[\]]*)\]\(([^()\s]*(?:\([^()\s]*\))?)(?: +"[^"]*")?\)/y;
 const EMPHASIS = { "*": ["em"], _: ["em"], "**": ["strong"], __: ["strong"], "***": ["em", "strong"], ___: ["em", "strong"], "~~": ["del"] };
 
+const isWordBound = (mark) => mark === "*" || mark[0] === "_"; // so that 2*3*4 and snake_case stay
+
 // ── Within a line ────────────────────────────────────────────────────────────────────────────────
 
 /** Return where the run of marks is that closes one, as [start, end]; null if there is none. */
@@ -32,8 +34,6 @@ function closing(text, from, mark) {
   }
   return null;
 }
-
-const isWordBound = (mark) => mark === "*" || mark[0] === "_"; // so that 2*3*4 and snake_case stay
 
 /** Return a mark's node and where it ends; null if it is only text, undefined if none like it ends. */
 function marked(text, start, mark, depth) {
@@ -133,8 +133,7 @@ function readItem(at, lists, parent, [, , number, text], indent) {
 
 function openCode(at, parent, [, mark, info], indent) {
   const code = make("code");
-  const name = make("span", {}, info.trim().split(" ")[0] || "text");
-  const head = make("div", { class: "head" }, name, copyButton(() => code.textContent, code, "Copy this code"));
+  const head = make("div", { class: "head" }, make("span", {}, info.trim()), copyButton(() => code.textContent, code, "Copy this code"));
   const made = make("div", { class: "code" }, head, make("pre", { tabindex: 0 }, code));
   return [{ ...at, fence: { mark, indent, code } }, parent, made];
 }
