@@ -118,8 +118,7 @@ export function startChat(form, on) {
     for (const [name, value] of Object.entries(fields)) form.elements[name].value = value;
     options.open = isOpen;
     if (isCut) say(result, "Earlier messages were too long to be kept over the reload.");
-    turns = kept;
-    for (const turn of turns) {
+    for (const turn of kept) {
       if (turn.role === "user") {
         showQuestion(turn, picturesOf(turn).map((part) => unpacked(part.image_url.url)));
         continue;
@@ -129,6 +128,7 @@ export function startChat(form, on) {
       shown.say(turn.content);
       shown.end();
     }
+    turns = kept;
     log.scrollTop = log.scrollHeight;
   }
 
@@ -137,7 +137,6 @@ export function startChat(form, on) {
     const asked = text.value.trim() || text.placeholder;
     const [shown, content] = await pictures.take(asked);
     const [question, turn] = [{ role: "user", content }, { role: "assistant", content: "", thought: "" }];
-    own.push(question);
     showQuestion(question, shown).scrollIntoView({ block: "nearest" });
     text.value = "";
     const answer = showAnswer(turn);
@@ -152,7 +151,7 @@ export function startChat(form, on) {
       answer.endThought();
     };
     try {
-      const messages = own.map(({ role, content: said }) => ({ role, content: said }));
+      const messages = [...own, question].map(({ role, content: said }) => ({ role, content: said }));
       if (system.value.trim()) messages.unshift({ role: "system", content: system.value });
       const body = { model: model.value, messages, stream: true, stream_options: { include_usage: true } };
       for (const name of NUMBERS) if (form.elements[name].value) body[name] = Number(form.elements[name].value);
@@ -182,11 +181,8 @@ export function startChat(form, on) {
       stop.hidden = true;
       log.removeAttribute("aria-busy");
       endThought();
-      if (turn.content) own.push(turn);
-      else {
-        own.pop();
-        turn.end += " Without an answer, the question is no part of the conversation.";
-      }
+      if (turn.content) own.push(question, turn);
+      else turn.end += " Without an answer, the question is no part of the conversation.";
       answer.end();
       keep();
     }
@@ -213,8 +209,7 @@ export function startChat(form, on) {
       if (form.dataset.busy !== "true") form.requestSubmit();
     }
   });
-  options.addEventListener("change", keep);
-  options.addEventListener("toggle", keep);
+  window.addEventListener("pagehide", keep);
   options.addEventListener("invalid", () => (options.open = true), true); // a hidden field can show no complaint
 
   try {
