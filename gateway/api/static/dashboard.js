@@ -179,7 +179,7 @@ const TILES = [
 ].map((tile) => {
   const [svg, draw] = sparkline();
   const [figure, aside] = [make("div", { class: "figure" }), make("div", { class: "aside" })];
-  find("#tiles").append(make("div", { class: "tile" }, make("h3", {}, tile.name), figure, aside, svg));
+  find("#tiles").append(make("div", { class: "tile" }, make("h2", {}, tile.name), figure, aside, svg));
   if (tile.series) aside.dataset.series = tile.series;
   return { ...tile, elements: { figure, aside, draw } };
 });

@@ -130,7 +130,7 @@ function show(described) {
 
 function openNamed() {
   const named = document.getElementById(location.hash.slice(1));
-  if (named?.matches("details")) named.open = true;
+  if (named?.matches("details")) Object.assign(named, { open: true, hidden: false });
   named?.scrollIntoView();
 }
 

@@ -112,12 +112,11 @@ on("rerank", async (result) => {
   const texts = documents.value.split("\n").filter((line) => line.trim());
   const body = { model: model.value, query: query.value, documents: texts };
   const { results } = await (await call("v1/rerank", { body })).json();
-  result.replaceChildren(
-    ...results.map(({ index, relevance_score: score }) => {
-      const bar = make("i");
-      bar.style.width = percent(score).replace(" ", "");
-      const share = make("b", { title: String(score) }, score.toFixed(3));
-      return make("li", {}, make("span", {}, texts[index]), share, make("span", { class: "meter" }, bar));
-    }),
-  );
+  const items = results.map(({ index, relevance_score: score }) => {
+    const bar = make("i");
+    bar.style.width = percent(score).replace(" ", "");
+    const share = make("b", { title: String(score) }, score.toFixed(3));
+    return make("li", {}, make("span", {}, texts[index]), share, make("span", { class: "meter" }, bar));
+  });
+  result.replaceChildren(make("ol", { class: "ranking" }, ...items));
 });
