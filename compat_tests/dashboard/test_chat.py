@@ -22,7 +22,8 @@ window.fetch = (address, given) => {
     start(stream) {
       window.feed = (text) => stream.enqueue(new TextEncoder().encode(text));
       window.finish = () => stream.close();
-      given.signal.addEventListener("abort", () => stream.error(new DOMException("", "AbortError")));
+      const left = new DOMException("", "AbortError");
+      given.signal.addEventListener("abort", () => stream.error(left));
     },
   });
   return Promise.resolve(new Response(body));

@@ -40,7 +40,7 @@ def in_seconds(shown: str) -> float:
 
 
 def test_its_numbers_are_those_of_metrics(page: Any, url: str) -> None:
-    """Every cell that names a series, and every quantile of the stages; of few requests, the mean."""
+    """Every cell that names a series, every quantile of the stages, or the mean of few requests."""
     for _ in range(20):
         ask(url, "/v1/chat/completions", chat())
     for _ in range(3):

@@ -162,8 +162,11 @@ async def test_a_client_at_the_root_gets_json_that_names_the_pages(
     assert answer.status_code == 200
     assert answer.headers["vary"].startswith("Accept")
     assert answer.json() == {
-        **{"name": "mlx-gateway", "models": "/v1/models", "openapi": "/openapi.json"},
-        **{"dashboard": "/dashboard", "docs": "/docs"},
+        "name": "mlx-gateway",
+        "models": "/v1/models",
+        "openapi": "/openapi.json",
+        "dashboard": "/dashboard",
+        "docs": "/docs",
     }
 
 
