@@ -76,8 +76,8 @@ def test_its_numbers_are_those_of_metrics(page: Any, url: str) -> None:
             count = int(each[float("inf")])
             kinds.add(count < FEW)
             if count < FEW:
-                labels = f'model="{model}",route="{route}",stage="{stage}"'
-                total = metrics(url)[f"gateway_stage_seconds_sum{{{labels}}}"]
+                named = f'model="{model}",route="{route}",stage="{stage}"'
+                total = metrics(url)[f"gateway_stage_seconds_sum{{{named}}}"]
                 assert in_seconds(texts[0]) == pytest.approx(total / count, rel=0.06, abs=1e-5)
                 assert texts[1:] == [f"mean of {count}", ""]
                 continue
