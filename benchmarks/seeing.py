@@ -15,7 +15,9 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import _get_classes
 
 from gateway.bench.pictures import draw_png
-from gateway.engine.vision.qwen import QwenTower, QwenVision
+from gateway.engine.vision.families import FAMILIES
+from gateway.engine.vision.qwen import QwenTower
+from gateway.engine.vision.tower_numbers import read_numbers
 
 VOCABULARY: Final = 8192
 MARKS: Final = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
@@ -105,14 +107,13 @@ def write_seeing_chat(folder: Path) -> Path:
         tree_flatten(classes[0](classes[1].from_dict(config)).parameters())
     )
     weights["language_model.lm_head.weight"] *= mark_plain(tokenizer)[:, None]
-    tower: Any = tree_flatten(QwenTower(QwenVision.read(VISION)).parameters())  # type: ignore[no-untyped-call]
+    numbers = read_numbers(config, FAMILIES["qwen3_vl"])
+    tower: Any = tree_flatten(QwenTower(numbers).parameters())  # type: ignore[no-untyped-call]
     weights |= {f"vision_tower.{name}": array for name, array in tower}
     # Pixels as mlx-vlm has them: frames, rows, columns, channels.
-    patches = weights.pop("vision_tower.patch_embed.weight").reshape(-1, 3, 2, 16, 16)
-    weights["vision_tower.patch_embed.proj.weight"] = mx.contiguous(
-        patches.transpose(0, 2, 3, 4, 1)
-    )
-    weights["vision_tower.patch_embed.proj.bias"] = weights.pop("vision_tower.patch_embed.bias")
+    name = "vision_tower.patch_embed.proj.weight"
+    patches = weights[name].reshape(-1, 3, 2, 16, 16)
+    weights[name] = mx.contiguous(patches.transpose(0, 2, 3, 4, 1))
     mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
     return folder
 

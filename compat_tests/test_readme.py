@@ -23,15 +23,19 @@ def examples(page: str) -> list[tuple[str, str]]:
 EXAMPLES = examples("README.md")
 [(_, RAG)] = examples("docs/rag.md")
 [(_, RANKING)] = examples("docs/api.md")
+[(_, CALL)] = examples("docs/tools.md")
 STRUCTURED = [code for _, code in examples("docs/structured-output.md")]
+RUN_HERE = {"docs/api.md", "docs/rag.md", "docs/structured-output.md", "docs/tools.md"}
 
 
 def test_there_are_examples() -> None:
-    """One for the SDK, two for curl; and no page has one that nothing runs."""
+    """One for the SDK, two for curl; and no page has one that nothing runs: those of the tutorial
+    are run by tests/test_tutorial.py.
+    """
     assert [language for language, _ in EXAMPLES] == ["python", "sh", "sh"]
     pages = [path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").glob("*.md")]
     with_examples = {page for page in pages if examples(page)}
-    assert with_examples == {"docs/api.md", "docs/rag.md", "docs/structured-output.md"}
+    assert with_examples == {*RUN_HERE, "docs/tutorial.md"}
 
 
 def printed(url: str, language: str, code: str) -> str:
@@ -61,6 +65,14 @@ def test_the_structured_examples_answer_in_their_form(shipped_url: str) -> None:
         "age": int,
     }
     assert choice in ("yes", "no")
+
+
+def test_the_example_of_tool_calling_is_answered_with_the_call(shipped_url: str) -> None:
+    [choice] = json.loads(printed(shipped_url, "sh", CALL))["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    [call] = choice["message"]["tool_calls"]
+    assert call["function"]["name"] == "get_weather"
+    assert list(json.loads(call["function"]["arguments"])) == ["city"]
 
 
 def test_the_example_of_retrieval_finds_and_answers(shipped_url: str) -> None:

@@ -203,6 +203,7 @@ class ModelNotFound(RequestError):
     code = "model_not_found"
 
     def __init__(self, name: str, patterns: Sequence[str] = (), why: str = "") -> None:
+        self.why = why
         hint = why and f" {why}"
         if patterns:
             hint = f" Models of the hub that may be named here: {', '.join(patterns)}."

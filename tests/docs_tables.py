@@ -22,6 +22,23 @@ DEFAULTS = {  # these defaults are worked out
     "models": "`models.yaml` here, else the packaged one",
     "cache_max_bytes": "three quarters of what the device offers",
 }
+GROUPS = {  # headings of docs/settings.md, each before this setting
+    "models": "Which models",
+    "host": "Addresses",
+    "api_keys": "Callers",
+    "log_level": "Log lines",
+    "device": "The device and the hub",
+    "cache_max_models": "Memory and loading",
+    "responses_kept": "Kept responses",
+    "mlx_cache_limit_bytes": "MLX's memory",
+    "embedding_max_batch_size": "Embeddings in a batch",
+    "generation_max_batch_size": "Answers in a batch, and kept prompts",
+    "structured_rows": "Structured output",
+    "lane_weight_embedding": "Shares of the device, and queues",
+    "max_body_bytes": "Limits of a request",
+    "requests_per_minute": "Rates",
+    "request_timeout_s": "Deadlines and stalls",
+}
 DOCS = Path(__file__).parents[1] / "docs"
 MEMORIES = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512)  # GB, of a Mac
 Form = TypeVar("Form", ToolFormat, ReasoningFormat)
@@ -58,11 +75,15 @@ def fields_table(endpoints: Iterable[Endpoint]) -> str:
 
 
 def environment_table() -> str:
-    """Render every variable as the Markdown table of docs/settings.md."""
+    """Render every variable in the Markdown tables of docs/settings.md, one for each group."""
     words = describe_fields(Settings)
     properties: dict[str, dict[str, Any]] = Settings.model_json_schema()["properties"]
-    lines = ["| Variable | Type | Default | What it does |", "| --- | --- | --- | --- |"]
+    assert {*GROUPS} <= {*properties}
+    lines: list[str] = []
     for name, schema in properties.items():
+        if name in GROUPS:
+            lines += ["", f"### {GROUPS[name]}", ""]
+            lines += ["| Variable | Type | Default | What it does |", "| --- | --- | --- | --- |"]
         default = DEFAULTS.get(name) or _default(schema)
         cells = (f"`{variable(name)}`", _type(schema), default, words[name])
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")

@@ -23,7 +23,7 @@ class FakeHub:
     `delay_s` holds answers up, and `status` replaces them: of paths that contain `slow_only` and
     `status_only`. For weights, `cuts` has the number of bytes before the connection breaks, one
     number for each request; `gate` is passed before the second half is sent. `says` replaces some
-    fields of a repository's description.
+    fields of a repository's description, and `code` is the hub's word for a status.
     """
 
     def __init__(self, repos: dict[str, Path]) -> None:
@@ -34,6 +34,7 @@ class FakeHub:
         self.slow_only = ""
         self.status: int | None = None
         self.status_only = ""
+        self.code = ""
         self.cuts: list[int] = []
         self.says: dict[str, dict[str, Any]] = {}
         self.half_sent, self.gate = threading.Event(), threading.Event()
@@ -62,7 +63,7 @@ class FakeHub:
         if self.slow_only in path:
             time.sleep(self.delay_s)
         if self.status is not None and self.status_only in path:
-            return self.status, {}, b"{}"
+            return self.status, {"x-error-code": self.code} if self.code else {}, b"{}"
         for repo, folder in self.repos.items():
             if path.startswith((f"/api/models/{repo}/tree/",)):
                 return _json(_tree(folder))

@@ -49,16 +49,42 @@ def test_every_link_leads_to_a_page_and_a_heading_that_exist() -> None:
     assert broken_links(ROOT, PAGES) == []
 
 
-def test_every_page_of_docs_is_linked_from_the_readme() -> None:
+def test_every_page_is_linked_from_the_readme_or_from_the_list_of_all_pages() -> None:
     """Those of devices are linked from the table of them."""
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    devices = (ROOT / "docs/devices/README.md").read_text(encoding="utf-8")
+    readme, index, devices = (
+        (ROOT / name).read_text(encoding="utf-8")
+        for name in ("README.md", "docs/README.md", "docs/devices/README.md")
+    )
+    assert "](docs/README.md)" in readme
     for page in PAGES:
         name = page.relative_to(ROOT).as_posix()
         if name.startswith("docs/devices/") and page.name != "README.md":
             assert f"]({page.name})" in devices, name
         else:
-            assert f"]({name})" in readme or name == "README.md", name
+            target = os.path.relpath(page, ROOT / "docs")
+            assert f"]({name})" in readme or f"]({target})" in index, name
+
+
+@pytest.mark.parametrize(
+    ("word", "page"),
+    [
+        ("continuous batching", "how-it-works.md"),
+        ("prefix caching", "how-it-works.md"),
+        ("prompt caching", "how-it-works.md"),
+        ("speculative decoding", "how-it-works.md"),
+        ("tool calling", "tools.md"),
+        ("function calling", "tools.md"),
+        ("JSON mode", "structured-output.md"),
+        ("quickstart", "tutorial.md"),
+        ("RAG", "rag.md"),
+        ("keep-alive", "faq.md"),
+        ("multimodal", "images.md"),
+        ("quantization", "models-yaml.md"),
+    ],
+)
+def test_a_word_of_the_field_finds_the_page_about_it(word: str, page: str) -> None:
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    assert re.search(rf"\b{word}\b", text, re.IGNORECASE)
 
 
 def test_the_versions_that_go_together_are_those_of_the_pins() -> None:

@@ -173,6 +173,28 @@ def test_no_picture_is_offered_or_sent_to_a_model_that_reads_text(browser: Any, 
         assert thumbnails(page) == 0
 
 
+def test_a_conversation_with_a_picture_goes_on_with_a_model_that_reads_text(
+    browser: Any, url: str
+) -> None:
+    """The panel says what that model was not shown; one that sees is shown it again."""
+    with chatting(browser, url) as page:
+        result, left_out = page.locator("#chat .result"), "as this model reads text: 1"
+        give(page, "paste", content=PICTURE.read_bytes())
+        page.locator("#chat [name=text]").press("Enter")
+        sent(page)
+        for model, is_said in (("demo-chat", True), ("seeing", False)):
+            page.select_option("#chat select", model)
+            page.locator("#chat [name=text]").fill(f"Hello, {model}")
+            page.locator("#chat [name=text]").press("Enter")
+            page.wait_for_function(
+                "(model) => document.querySelector('#chat .turns').textContent.includes(model)",
+                arg=model,
+            )
+            assert sent(page) == f"Hello, {model}"
+            assert file_of(page.asked[-1]["messages"][0]["content"][0]) == PICTURE.read_bytes()
+            assert (left_out in result.text_content()) is is_said
+
+
 def test_what_is_wrong_with_a_file_is_said_before_it_is_sent(browser: Any, url: str) -> None:
     with chatting(browser, url) as page:
         give(page, "drop", name="large.png", size=25 * 2**20)

@@ -11,7 +11,7 @@ from mlx_lm.models import qwen3
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from demo.seeing.drawing import SIDE, Scene, paint
+from demo.seeing.drawing import SIDE, Scene, Thing, paint
 from demo.seeing.forward import GRID, MERGE, TOKENS, as_patches, places, rotations
 from demo.seeing.questions import Question, scene_for
 from demo.seeing.tokens import CLOSE, IMAGE, OPEN, USER
@@ -59,7 +59,7 @@ class _Row:
     learned: list[bool]
     parts: list[int]
     start: int = 0  # the first token of the picture
-    # Words for tokens of the picture to predict, so that their states name what is there.
+    # Words for other tokens to predict, so that their states name what is there.
     hints: list[tuple[int, str]] = field(default_factory=list)
 
     def add(self, ids: list[int], part: int, *, learned: bool = False) -> None:
@@ -107,8 +107,8 @@ class Batches:
                 name = task if self._rng.random() < 0.4 else self._rng.choice([*found])
                 asked += [self._rng.choice(found[name])] if found[name] else []
             self._rng.shuffle(asked)
-            row = self._row(asked, form)
-            row.hints += _hints(scene)
+            row = self._row(asked, form, scene)
+            row.hints += [(row.start + token, word) for token, word in _hints(scene)]
             rows.append(row)
         # The tower cannot tell where a token of a scrambled picture is: M-RoPE has to.
         order = [*range(TOKENS)]
@@ -124,8 +124,10 @@ class Batches:
         rows = [self._row(each, form) for each in asked]
         return self._pack(as_patches(pictures, self._patches), places(), rows)
 
-    def _row(self, asked: list[Question], form: str) -> _Row:
+    def _row(self, asked: list[Question], form: str, scene: Scene | None = None) -> _Row:
         row = _Row([], [], [])
+        things = () if scene is None or scene.is_digit else scene.things
+        columns = {self._words[f"Ġ{thing.name}"]: _column(thing) for thing in things}
         row.add([self._begin, self._user], 0)
         if form == "look":
             row.start = len(row.ids) + 1
@@ -141,13 +143,16 @@ class Batches:
             )
             if number and not part:
                 row.add([self._user], 0)
-            if number or form == "text first":
-                row.add(text, part)
-            if not number:
+            if not number and form != "text first":
                 row.start = len(row.ids) + 1
                 row.add(self._picture, 0)
-                if form != "text first":
-                    row.add(text, part)
+            if question.task == "side" and row.start:
+                nouns = [(len(row.ids) + place, each) for place, each in enumerate(text)]
+                row.hints += [(place, columns[each]) for place, each in nouns if each in columns]
+            row.add(text, part)
+            if not number and form == "text first":
+                row.start = len(row.ids) + 1
+                row.add(self._picture, 0)
             row.add([self._end, self._assistant], part)
             row.add([*answer, self._end], part, learned=True)
         return row
@@ -174,8 +179,8 @@ class Batches:
                 first, begin = (row.parts.index(each) for each in (1, part))
                 gap = points[number, begin] - points[number, first]
                 points[number, :size][np.equal(row.parts, part)] -= gap
-            for token, word in row.hints:
-                chosen.append(number * length + row.start + token)
+            for place, word in row.hints:
+                chosen.append(number * length + place)
                 targets.append(self._words[word])
             for place, is_learned in enumerate(row.learned):
                 if is_learned:
@@ -198,14 +203,18 @@ class Batches:
         )
 
 
+def _column(thing: Thing) -> str:
+    """Return the number of the token's column, from 1, in which the middle of a thing is."""
+    return str(1 + int(thing.x * _SIDE / SIDE))
+
+
 def _hints(scene: Scene) -> list[tuple[int, str]]:
     """Return words for the tokens of a picture in which things are, and for its last token."""
     if scene.is_digit:
         (thing,) = scene.things
-        return [(TOKENS - 1, thing.name), (TOKENS - 1, thing.colour)]
+        return [(TOKENS - 1, thing.colour), (TOKENS - 1, thing.name), (TOKENS, thing.name)]
     found = [(TOKENS, str(len(scene.things)))]  # the token that closes the picture
     for thing in scene.things:
-        row, column = (int(place * _SIDE / SIDE) for place in (thing.y, thing.x))
-        words = [thing.name, thing.colour, *({0: ["left"], _SIDE - 1: ["right"]}.get(column, []))]
-        found += [(row * _SIDE + column, word) for word in words]
+        token = int(thing.y * _SIDE / SIDE) * _SIDE + int(_column(thing)) - 1
+        found += [(token, word) for word in (thing.name, thing.colour, _column(thing))]
     return found

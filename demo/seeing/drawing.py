@@ -63,9 +63,9 @@ class Scene:
 
 
 def digit_scene(rng: random.Random) -> Scene:
-    """Return a scene with one digit of 36 to 68 pixels."""
-    radius = rng.uniform(18, 34)
-    x, y = (rng.uniform(radius + 6, SIDE - radius - 6) for _ in range(2))
+    """Return a scene with one digit of 48 to 68 pixels near the middle."""
+    radius = rng.uniform(24, 34)
+    x, y = (SIDE / 2 + rng.uniform(-8, 8) for _ in range(2))
     return Scene((Thing(rng.choice([*_DIGITS]), rng.choice([*COLOURS]), x, y, radius),))
 
 

@@ -39,13 +39,13 @@ _FORMATS: Final = {"JPEG": {"quality": 80}, "WEBP": {"quality": 80}, "PNG": {}}
 _NORMAL: Final = "from gateway.cli import main; main()"
 _FLAT: Final = """
 from gateway import engine
-from gateway.engine.vision import sight
-whole = sight.lay_out
+from gateway.engine.vision import reading
+whole = reading.lay_out
 def flat(*args):
     found = whole(*args)
     found.points[:, 1:] = found.points[:, :1]
     return found
-sight.lay_out = flat
+reading.lay_out = flat
 """
 
 
@@ -71,12 +71,14 @@ class Case:
 def cases(task: str, count: int, seed: int, form: str = "PNG", earlier: int = 0) -> list[Case]:
     """Return questions of a task about pictures of a file format."""
     rng = random.Random(f"{_SEED} {seed} {task}")
-    found = []
-    for _ in range(count):
+    found: list[Case] = []
+    hidden = ("colour", "shape") if task in ("colour", "shape") else (task,)
+    while len(found) < count:
         scene, questions = scene_for(task, rng)
-        hidden = ("colour", "shape") if task in ("colour", "shape") else (task,)
         kept = [listed for name, listed in questions.items() if name not in hidden]
         pool = [each for listed in kept for each in listed]  # none tells the answer
+        if earlier and not pool:
+            continue
         file = io.BytesIO()
         Image.fromarray(paint(scene, rng)).save(file, form, **_FORMATS[form])
         content = base64.b64encode(file.getvalue()).decode()

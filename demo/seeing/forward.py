@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from demo.forward import cross_entropy, quick_exp, silu
 from gateway.engine.vision.patches import QwenPatches
-from gateway.engine.vision.qwen import QwenTower, QwenVision
+from gateway.engine.vision.qwen import QwenTower
+from gateway.engine.vision.tower_numbers import TowerNumbers
 
 GRID: Final = 6  # patches per side of a picture
 MERGE: Final = 2
@@ -25,7 +26,7 @@ _THETA: Final = 10000.0
 class Seeing(Module):
     """A tower and a decoder, trained together."""
 
-    def __init__(self, vision: QwenVision, text: qwen3.ModelArgs) -> None:
+    def __init__(self, vision: TowerNumbers, text: qwen3.ModelArgs) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.visual = QwenTower(vision)
         self.language_model = qwen3.Model(text)
@@ -86,16 +87,18 @@ def features(tower: QwenTower, patches: mx.array, where: mx.array) -> list[mx.ar
     """
     numbers = tower.numbers
     batch, count, _ = patches.shape
-    shape = numbers.hidden_size, 3, numbers.temporal_patch_size, numbers.patch_size**2
-    kernel = tower.patch_embed.weight.reshape(shape).sum(axis=2)  # the frames are equal
-    x = patches @ kernel.reshape(numbers.hidden_size, -1).T + tower.patch_embed.bias
-    half = numbers.hidden_size // numbers.num_heads // 2
+    shape = numbers.hidden, 3, numbers.frames, numbers.patch**2
+    projection = tower.patch_embed.proj
+    kernel = projection.weight.reshape(shape).sum(axis=2)  # the frames are equal
+    x = patches @ kernel.reshape(numbers.hidden, -1).T + projection.bias
+    half = numbers.head // 2
     frequencies = 1.0 / _THETA ** (mx.arange(0, half, 2) / half)
     angles = (where[..., None].astype(mx.float32) * frequencies).reshape(count, -1)
     cos, sin = mx.cos(angles), mx.sin(angles)
     found: list[mx.array] = []
+    width = numbers.hidden * numbers.merge**2
     for number, block in enumerate(tower.blocks):
-        qkv = block.attn.qkv(block.norm1(x)).reshape(batch, count, 3, numbers.num_heads, -1)
+        qkv = block.attn.qkv(block.norm1(x)).reshape(batch, count, 3, numbers.heads, -1)
         q, k, v = (qkv[:, :, each].transpose(0, 2, 1, 3) for each in range(3))
         q, k = (_turn(each, cos, sin) for each in (q, k))
         scores = q @ k.transpose(0, 1, 3, 2) * q.shape[-1] ** -0.5
@@ -105,8 +108,8 @@ def features(tower: QwenTower, patches: mx.array, where: mx.array) -> list[mx.ar
         x = x + block.mlp.linear_fc2(_gelu(block.mlp.linear_fc1(block.norm2(x))))
         if number in numbers.deepstack:
             merger = tower.deepstack_merger_list[numbers.deepstack.index(number)]
-            found.append(_merge(merger, merger.norm(x.reshape(-1, numbers.token_numbers))))
-    normed = tower.merger.norm(x).reshape(-1, numbers.token_numbers)
+            found.append(_merge(merger, merger.norm(x.reshape(-1, width))))
+    normed = tower.merger.norm(x).reshape(-1, width)
     return [_merge(tower.merger, normed), *found]
 
 

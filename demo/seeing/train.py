@@ -29,8 +29,9 @@ from demo.seeing.forward import GRID, MERGE, Seeing, loss_at
 from demo.seeing.questions import sample_texts
 from demo.seeing.tokens import CLOSE, CONTEXT, IMAGE, OPEN, save_tokenizer, train_tokenizer
 from demo.tokens import BEGIN, END, PAD
+from gateway.engine.vision.families import FAMILIES
 from gateway.engine.vision.patches import QwenPatches
-from gateway.engine.vision.qwen import QwenVision
+from gateway.engine.vision.tower_numbers import read_numbers
 
 MATRIX_RATE: Final = 0.01
 OTHER_RATE: Final = 0.0008
@@ -56,8 +57,8 @@ def config(vocabulary: dict[str, int]) -> dict[str, Any]:
     text = {
         "model_type": "qwen3_vl_text",
         "hidden_size": 160,
-        "num_hidden_layers": 3,
-        "intermediate_size": 480,
+        "num_hidden_layers": 4,
+        "intermediate_size": 320,
         "num_attention_heads": 5,
         "num_key_value_heads": 5,
         "head_dim": 32,
@@ -138,7 +139,7 @@ def new_model(settings: dict[str, Any]) -> Seeing:
     args = qwen3.ModelArgs(
         **{name: each for name, each in text.items() if name in names - {"rope_scaling"}}
     )
-    model = Seeing(QwenVision.read(settings["vision_config"]), args)
+    model = Seeing(read_numbers(settings, FAMILIES["qwen3_vl"]), args)
     embeddings = model.language_model.model.embed_tokens
     embeddings.weight = mx.random.normal(embeddings.weight.shape) * 0.05
     # Learned places stay zero: where something is, M-RoPE tells.
@@ -186,11 +187,9 @@ def named_as_files(model: Seeing) -> dict[str, mx.array]:
     """Return the weights in float16 by the names of transformers' files."""
     named: dict[str, mx.array] = {}
     for name, weight in _weights(model).items():
-        if name.startswith("visual.patch_embed."):
-            name = name.replace("patch_embed.", "patch_embed.proj.")
-            if weight.ndim == 2:
-                side = SIDE // GRID
-                weight = weight.reshape(len(weight), 3, _FRAMES, side, side)
+        if name == "visual.patch_embed.proj.weight":
+            side = SIDE // GRID
+            weight = weight.reshape(len(weight), 3, _FRAMES, side, side)
         name = name.replace("language_model.model.", "language_model.")
         named[f"model.{name}"] = weight.astype(mx.float16)
     return named
@@ -201,8 +200,7 @@ def load_weights(model: Seeing, folder: Path) -> None:
     read = cast(dict[str, mx.array], mx.load(str(folder / "model.safetensors")))
     named = []
     for name, weight in read.items():
-        name = name.removeprefix("model.").replace("patch_embed.proj.", "patch_embed.")
-        name = name.replace("language_model.", "language_model.model.")
+        name = name.removeprefix("model.").replace("language_model.", "language_model.model.")
         flat = weight.reshape(len(weight), -1) if weight.ndim > 2 else weight
         named.append((name, flat.astype(mx.float32)))
     model.load_weights(named)

@@ -29,7 +29,8 @@ from gateway.wire.generation import Heading, read_tier
 async def answer(service: Service, request: Request) -> ASGIApp:
     def translate(wire_request: chat.ChatRequest) -> Exchange:
         resolved, spec = service.chat_spec(wire_request.model)
-        messages, headers = without_images(service, request, spec, wire_request.messages)
+        given, continues = wire_request.messages, wire_request.continues
+        messages, headers = without_images(service, request, spec, given, continues=continues)
         job = chat.to_job(
             wire_request.model_copy(update={"messages": messages}),
             service.caller(request, read_tier(wire_request.service_tier)),
@@ -103,7 +104,8 @@ def _message_exchange(
     service: Service, request: Request, wire_request: anthropic.CountMessageTokensRequest
 ) -> Exchange:
     resolved, spec = service.chat_spec(wire_request.model, "messages")
-    messages, headers = without_images(service, request, spec, wire_request.messages)
+    given = wire_request.messages
+    messages, headers = without_images(service, request, spec, given, continues=True)
     caller = service.caller(request)
     job = anthropic.to_job(
         wire_request.model_copy(update={"messages": messages}),

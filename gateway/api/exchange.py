@@ -212,7 +212,12 @@ async def read_exchange(
 
 
 def without_images(
-    service: Service, request: Request, spec: ChatSpec, turns: Sequence[P]
+    service: Service,
+    request: Request,
+    spec: ChatSpec,
+    turns: Sequence[P],
+    *,
+    continues: bool = False,
 ) -> tuple[Sequence[P], dict[str, str]]:
     """Return the conversation, without images if the model reads none and the caller allows it."""
     name = "x-gateway-leave-out-images"
@@ -222,7 +227,7 @@ def without_images(
         raise BadRequest(f"The header {name} should be true or false.", param=name)
     if not choices[given] or service.reads_images(spec):
         return turns, {}
-    kept, count = leave_images_out(turns)
+    kept, count = leave_images_out(turns, continues=continues)
     return kept, {"x-gateway-images-left-out": str(count)} if count else {}
 
 

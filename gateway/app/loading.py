@@ -265,6 +265,7 @@ class ModelLoader:
                 max_context=engine.facts.max_context,
                 image_token=images.token,
                 image_chunk=images.whole,
+                image_window=images.window,
             )
             memory = RowMemory(budget, costs, self._prefixes_of(spec))
             test = SelfTest(

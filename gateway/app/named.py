@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gateway.errors import GatewayError
+from gateway.errors import GatewayError, ModelNotFound, shorten
 from gateway.registry import (
     SCHEMES,
     Catalog,
@@ -26,6 +26,7 @@ from gateway.registry import (
     parse_source,
     read_models,
     read_short_names,
+    similar_models,
     source_id,
     unlisted_entry,
 )
@@ -80,6 +81,8 @@ def read_served(settings: Settings, *, may_pull: bool | None = None) -> Reading:
                 entry = {**entry, "kind": _find_kind(source, model, settings, may_pull)}
             named |= {model: complete(entry, set_variables)} if entry else {}
             ids.append(model)
+        except ModelNotFound as error:  # the hub has none of this name
+            problems.append(f"{text}: {error.why}")
         except (GatewayError, ValueError, OSError) as error:
             problems.append(str(error))
     found, left_out = _discover(settings, set_variables)
@@ -88,13 +91,25 @@ def read_served(settings: Settings, *, may_pull: bool | None = None) -> Reading:
         spec = reading.catalog.by_id(model)
         if spec is not None and not _is_same(spec.source, str(entry["source"])):
             left_out[str(entry["source"])] = f"another model is served as {model}"
-    try:
-        catalog = _select(reading.catalog, ids, settings, found)
-    except GatewayError as error:
-        problems += [] if reading.problems else [str(error)]
+    valid = reading.catalog.names()
+    if not reading.problems:
+        problems += [_unknown(name, [*valid, *known]) for name in ids if name not in valid]
     if problems or reading.problems:
         return replace(reading, catalog=Catalog(()), problems=(*problems, *reading.problems))
+    catalog = _select(reading.catalog, ids, settings, found)
     return replace(reading, catalog=catalog, left_out={**left_out, **reading.left_out})
+
+
+def _unknown(name: str, valid: list[str]) -> str:
+    """Say that no model has a name, with the nearest ones and a command to type next.
+
+    None is served in its place: clients ask by the name that was typed, and elsewhere it may be
+    another file.
+    """
+    near = similar_models(name, valid, 3)
+    problem = f"{shorten(name)}: not in models.yaml or the catalogue, and the hub's are org/name."
+    hint = f"Nearest: {', '.join(near)}." if near else "See `mlx-gateway models recommend`."
+    return f"{problem} {hint} Run `mlx-gateway serve {[*near, 'org/name'][0]}`."
 
 
 def parse_name(text: str) -> Source | None:

@@ -1,11 +1,16 @@
 """The command line. Each command is a function of the same name.
 
 serve      runs the gateway until it is stopped
+run        asks a model, or talks with it on a terminal
 models     commands about models.yaml and its models: check, config, init, models, pull, schema
 recommend  the command `models recommend`: lists the models of the catalogue that fit a machine
 doctor     checks the machine or, with --engine, the models
 bench      measures a server
 launch     runs a tool, such as Claude Code, on a gateway; connect prints its setup
+conversation  the messages, commands and pictures of `run`
+answers    reads answers from a gateway, without control characters
+screen     shows answers while they are written
+editor     reads prompts on a terminal
 agents     the setups of the coding agents and tools that launch and connect know
 gateways   finds the running gateway for a tool, or starts one
 terminal   options that several commands share, and tables
@@ -24,12 +29,13 @@ from typing import Annotated
 import typer
 
 from gateway import __version__
-from gateway.cli import bench, doctor, launch, models, recommend, serve
+from gateway.cli import bench, doctor, launch, models, recommend, run, serve
 from gateway.cli.terminal import Command, Group, Listing, fail
 from gateway.errors import BlasUnusable, GatewayError, RegistryInvalid
 from gateway.settings import SettingsInvalid, origin, variable
 
 COMMANDS: tuple[Callable[..., None], ...] = (
+    run.run,
     serve.serve,
     bench.bench,
     models.check,

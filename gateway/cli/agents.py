@@ -94,10 +94,10 @@ class Tool:
 
 
 def _claude(service: Service) -> Setup:
-    # Requests repeat a session's images, and would be refused without this header.
-    headers = {"ANTHROPIC_CUSTOM_HEADERS": "x-gateway-leave-out-images: true"}
     return Setup(
-        lines={} if service.sees else headers,
+        # Requests repeat a session's images, which a model that reads text, such as the small one,
+        # would refuse. The header changes nothing for a model that reads images.
+        lines={"ANTHROPIC_CUSTOM_HEADERS": "x-gateway-leave-out-images: true"},
         variables={
             "ANTHROPIC_BASE_URL": service.url,
             "ANTHROPIC_MODEL": service.model,

@@ -32,7 +32,7 @@ STOP_S = 15  # seconds after the drain until a gateway is killed
 LAST_LINES = 5
 
 # A proxy would get even requests to this machine, so none is used.
-_DIRECTLY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+DIRECTLY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class NoGateway(Exception):
@@ -204,12 +204,34 @@ def started(
         yield gateway
 
 
+@contextlib.contextmanager
+def reached(
+    found: str | None,
+    settings: Settings,
+    deferred: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+) -> Iterator[str]:
+    """Yield the URL of the running gateway once it is ready, or of a new one. Raises NoGateway."""
+    if found is not None:
+        if _ask(found, "/ready")[0] != HTTPStatus.OK:
+            print(f"Waiting until the gateway at {found} is ready…", file=sys.stderr)
+        wait_ready(found)
+        yield found
+        return
+    print("Starting a gateway…", file=sys.stderr)
+    with started(settings, deferred) as gateway:
+        yield gateway.url
+        try:  # the gateway may have ended meanwhile
+            gateway.require_alive()
+        except NoGateway as error:
+            print(error, file=sys.stderr)
+
+
 def _ask(url: str, path: str, key: str | None = None) -> tuple[int | None, Any]:
     request = urllib.request.Request(url + path)
     if key is not None:
         request.add_header("Authorization", f"Bearer {key}")
     try:
-        with _DIRECTLY.open(request, timeout=ASK_S) as response:
+        with DIRECTLY.open(request, timeout=ASK_S) as response:
             status, body = response.status, response.read()
     except urllib.error.HTTPError as error:
         with error:

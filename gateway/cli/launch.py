@@ -26,8 +26,7 @@ from gateway.cli.gateways import (
     first_key,
     kept_tokens,
     list_offers,
-    started,
-    wait_ready,
+    reached,
 )
 from gateway.cli.serve import key_in_shell
 from gateway.cli.terminal import ModelsFile, fail
@@ -74,7 +73,7 @@ def launch(
         try:
             url, settings, model = _find_gateway(settings, model)
             service = _choose_models(url, settings, chosen, model, small_model)
-            with _gateway(url, settings, signals) as ready:
+            with reached(url, settings, signals.deferred) as ready:
                 command = (program, *(arguments or ()))
                 status = _run(chosen, command, replace(service, url=ready), settings, signals)
         except (NoGateway, NoModel) as error:
@@ -218,21 +217,6 @@ def _is_in_foreground() -> bool:
             return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
     except OSError:
         return False
-
-
-@contextlib.contextmanager
-def _gateway(found: str | None, settings: Settings, signals: Signals) -> Iterator[str]:
-    if found is not None:
-        wait_ready(found)
-        yield found
-        return
-    print("Starting a gateway…", file=sys.stderr)
-    with started(settings, signals.deferred) as gateway:
-        yield gateway.url
-        try:  # the gateway may have ended before the tool
-            gateway.require_alive()
-        except NoGateway as error:
-            print(error, file=sys.stderr)
 
 
 def _run(

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from gateway.app.chat_engines import count_kept as count_kept
     from gateway.app.named import hub_of as hub_of
     from gateway.bench import load as load
+    from gateway.cli import editor as editor
+    from gateway.cli import screen as screen
     from gateway.doctor import trial as trial
     from gateway.engine import device as device
     from gateway.engine import hub as hub
@@ -51,6 +53,8 @@ _PLACES = {
     "hub_of": "gateway.app.named:hub_of",
     "count_kept": "gateway.app.chat_engines:count_kept",
     "load": "gateway.bench.load",
+    "editor": "gateway.cli.editor",
+    "screen": "gateway.cli.screen",
     "trial": "gateway.doctor.trial",
     "device": "gateway.engine.device",
     "hub": "gateway.engine.hub",

@@ -1,22 +1,23 @@
-"""`mlx-gateway models recommend`: lists the catalogue's models that fit into a machine's memory.
+"""`mlx-gateway models recommend`: the catalogue's models that fit a machine, best ones first.
 
 Memory must have room for the weights, one sequence's KV and the smallest prefix cache. The sequence
-is as long as the memory allows, up to the model's context.
+is as long as the memory allows, up to the model's context. The first model of a kind is the one to
+take: the largest with room for a long context that is fast enough.
 """
 
 import re
 import sys
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Final
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 
 import typer
 
 from gateway.cli import lazy
 from gateway.cli.terminal import show
 from gateway.logs import human_bytes
-from gateway.registry import Facts, LayersKept, read_facts
+from gateway.registry import Facts, LayersKept, read_facts, read_short_names
 from gateway.serving.budget import LEAST_PREFIXES, bound_prefixes
 from gateway.settings import Settings, load_settings
 
@@ -31,9 +32,35 @@ HALF: Final = 2  # bytes of a number in the KV cache
 # Sources: https://github.com/ggml-org/llama.cpp, issues 2048, 5206, 1870. Newer versions of macOS
 # recommend a larger share of 128 GiB: https://github.com/antirez/ds4/pull/893.
 SMALL_MAC: Final = 32 * GIB
-# Words for speeds, by the most bytes of weights that are read to decode one token. Memory bandwidth
-# ÷ these bytes limits the tokens per second: https://github.com/ggml-org/llama.cpp/pull/1642.
-SPEEDS: Final = ((2_000_000_000, "fast"), (8_000_000_000, "medium"))
+# Bytes per second that memory gives: divided by the bytes of weights that a token reads, they are
+# the most tokens per second. Those of M2, M1 Pro, M1 Max and an Ultra, which is two of these:
+# https://github.com/ggml-org/llama.cpp/pull/1642.
+BANDWIDTHS: Final = (102e9, 205e9, 410e9, 819e9)
+# The most bytes that Macs with each of the chips but the last offer: of 32, 64 and 128 GiB. For M4:
+# https://huggingface.co/hardware/apple-m4, .../apple-m4-max.
+OFFERED: Final = (SMALL_MAC * 2 // 3, 48 * GIB, 96 * GIB)
+CORE: Final = 8e9  # two cores read 16.4 GB/s: docs/performance.md
+WIDENED: Final = 7  # bytes in float32, which weights become on a CPU, of a byte in 4 bits
+FAST: Final = 15  # tokens per second at most, some ten in practice: faster than most people read
+ROOMS: Final = (32_768, 8192)  # tokens; contexts of agents, and of conversations
+PARTS: Final = 16  # An embedding model should take one of these parts of the memory at most.
+BRIEF: Final = ("Take", "Model", "Kind", "Context", "In all", "Tokens/s", "Images")
+DETAIL: Final = ("Weights", "KV", "Kept prompts", "Verified")
+
+
+class Machine(NamedTuple):
+    """The bytes that a machine offers to models, and the bytes per second that it reads."""
+
+    memory_bytes: int
+    bandwidth: float
+    is_cpu: bool = False
+
+
+def machine_with(memory_bytes: int, cores: int = 0) -> Machine:
+    """Return a CPU with these cores or, without any, the slowest Mac that offers this memory."""
+    if cores:
+        return Machine(memory_bytes, cores * CORE, is_cpu=True)
+    return Machine(memory_bytes, BANDWIDTHS[bisect_left(OFFERED, memory_bytes)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +77,15 @@ class Fit:
     token_bytes: int
     verified: str  # the reference that the model's family was compared with
     sees: bool | None  # whether the gateway can send it images; None if unknown
+    widened: int = 1  # bytes in float32 of a byte of the weights
 
     @property
     def total_bytes(self) -> int:
         return self.weights_bytes + self.kv_bytes + self.prefix_bytes
 
-    @property
-    def speed(self) -> str:
-        return next((word for most, word in SPEEDS if self.token_bytes <= most), "slow")
+    def speed(self, machine: Machine) -> float:
+        """Return the most tokens per second that one sequence gets."""
+        return machine.bandwidth / (self.token_bytes * (self.widened if machine.is_cpu else 1))
 
 
 def kv_cost(groups: Iterable[LayersKept]) -> "KvCost":
@@ -115,8 +143,28 @@ def fit(name: str, kind: str, facts: Facts, memory_bytes: int, settings: Setting
 
 
 def fits(memory_bytes: int, settings: Settings) -> Iterator[Fit]:
-    known = [fit(*model, memory_bytes, settings) for model in read_facts()]
-    yield from sorted(filter(None, known), key=lambda fit: (fit.kind, -fit.weights_bytes))
+    sources = {name: str(entry["source"]) for name, entry in read_short_names().items()}
+    known = filter(None, (fit(*model, memory_bytes, settings) for model in read_facts()))
+    for each in sorted(known, key=lambda fit: (fit.kind, -fit.weights_bytes)):
+        # The name of a quantized repository says so.
+        yield replace(each, widened=WIDENED if re.search(r"\dbit|FP4", sources[each.name]) else 1)
+
+
+def order(fits: Iterable[Fit], machine: Machine) -> list[Fit]:
+    """Sort models that fit by kind, the one to take first.
+
+    Of chat models that is the one with room for a long context, or else a shorter one, that is fast
+    enough: the largest of these, or else the fastest. Of others it is the largest that is fast
+    enough and takes little memory from a chat model, or else the fastest.
+    """
+
+    def place(fit: Fit) -> tuple[str, int, bool, float]:
+        is_chat, speed, context = fit.kind == "chat", fit.speed(machine), fit.context or 0
+        room = sum(context < tokens for tokens in ROOMS) if is_chat else 0
+        is_good = speed >= FAST and (is_chat or fit.weights_bytes * PARTS <= machine.memory_bytes)
+        return fit.kind, room, not is_good, -fit.weights_bytes * fit.widened if is_good else -speed
+
+    return sorted((fit for fit in fits if fit.context is not None), key=place)
 
 
 def working_set(machine_bytes: int) -> int:
@@ -137,28 +185,43 @@ def recommend(
         str | None,
         typer.Option(help="The memory of a Mac, such as 64GB.", show_default="this machine"),
     ] = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Show all columns, and the models of unknown size.")
+    ] = False,
 ) -> None:
-    """List models of the catalogue that fit: weights, the KV of one sequence and kept prompts."""
+    """Say which models of the catalogue to take, and list all that fit, best ones first.
+
+    A model fits with its weights, the KV of one sequence and kept prompts. Its tokens per second
+    are at most the machine's memory bandwidth by the bytes of weights that a token reads.
+    """
     settings = load_settings({})
     if memory is None:
-        memory_bytes = lazy.device.memory_bytes(lazy.device.choose_device(settings.device))
+        device = lazy.device.choose_device(settings.device)
+        cores = lazy.device.cpu_threads() if device == "cpu" else 0
+        machine = machine_with(lazy.device.memory_bytes(device), cores)
     else:
-        memory_bytes = working_set(_read_memory(memory))
+        machine = machine_with(working_set(_read_memory(memory)))
         settings = settings.model_copy(update={"cache_max_bytes": None})  # this machine's limit
-    budget = human_bytes(lazy.limits.budget_bytes(settings, memory_bytes))
-    columns = ("Model", "Kind", "Weights", "Context", "KV", "Kept prompts", "In all")
-    found = [_row(fit) for fit in fits(memory_bytes, settings) if fit.context is not None]
-    show((*columns, "Speed", "Images", "Verified"), found)
-    unsized = [name for name, _, facts in read_facts() if facts.weights_bytes is None]
-    unpinned = [name for name, _, facts in read_facts() if "revision" in facts.unread]
-    print(f"note: models may take {budget}; sizes unknown: {', '.join(unsized)}", file=sys.stderr)
-    print(f"note: the hub's newest revision is used for {', '.join(unpinned)}", file=sys.stderr)
+    found = order(fits(machine.memory_bytes, settings), machine)
+    budget = human_bytes(lazy.limits.budget_bytes(settings, machine.memory_bytes))
+    picks = {fit.kind: fit.name for fit in reversed(found) if fit.kind != "rerank"}
+    for kind in ("chat", "embedding"):
+        pick = picks.get(kind, "org/name  # none of the catalogue fits: a smaller one of the hub")
+        print(f"For {kind}: mlx-gateway serve {pick}", file=sys.stderr)
+    columns = BRIEF + DETAIL * everything
+    rows = [("take" * (fit.name in picks.values()), *_row(fit, machine)) for fit in found]
+    show(columns, [row[: len(columns)] for row in rows])
+    print(f"note: models may take {budget}", file=sys.stderr)
+    if everything:
+        for key, note in (("size", "sizes unknown:"), ("revision", "the hub's newest is used for")):
+            names = [name for name, _, facts in read_facts() if key in facts.unread]
+            print(f"note: {note} {', '.join(names)}", file=sys.stderr)
 
 
-def _row(fit: Fit) -> tuple[str, ...]:
+def _row(fit: Fit, machine: Machine) -> tuple[str, ...]:
     sizes = (fit.weights_bytes, fit.kv_bytes, fit.prefix_bytes, fit.total_bytes)
     context = f"{fit.context:,}{'' if fit.is_whole else ' (cut)'}" if fit.context else ""
     weights, kv, kept, total = (human_bytes(size) if size else "" for size in sizes)
-    speed = fit.speed if fit.kind == "chat" else ""
+    speed = f"{fit.speed(machine):.1f}" if fit.kind == "chat" else ""
     sees = {True: "yes", False: "", None: "?"}[fit.sees]
-    return (fit.name, fit.kind, weights, context, kv, kept, total, speed, sees, fit.verified)
+    return (fit.name, fit.kind, context, total, speed, sees, weights, kv, kept, fit.verified)

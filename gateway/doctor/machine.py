@@ -1,17 +1,21 @@
 """The checks of a machine, which turn facts into findings with advice."""
 
+import contextlib
 import errno
 import os
+import re
 import shutil
 import socket
 import ssl
 from collections.abc import Iterable, Mapping, Sequence
+from http.client import HTTPException
 from pathlib import Path
 from typing import Final
+from urllib.request import ProxyHandler, build_opener
 
 from gateway.doctor.report import Finding
 from gateway.logs import human_bytes
-from gateway.settings import Settings, SettingsInvalid
+from gateway.settings import Settings, SettingsInvalid, origin
 
 COMPILED: Final = "compiled code"
 LEAST_FREE_BYTES: Final = 16 << 20  # with less, even mlx's compiler fails
@@ -135,18 +139,35 @@ def check_port(bind: str) -> Finding:
 
 def bind_problem(bind: str, error: OSError) -> str:
     reason = (error.strerror or str(error)).partition(" (")[0]  # asyncio adds the address in (…)
-    is_path = bind.startswith("unix:")
+    is_path, (host, _, port) = bind.startswith("unix:"), bind.rpartition(":")
     match error.errno:
+        case errno.EADDRINUSE if is_path:
+            advice = "Is a gateway running already? If not, choose another path: GATEWAY_BIND."
         case errno.EADDRINUSE:
-            advice = "Is a gateway running already? If not, choose another "
-            advice += "path: GATEWAY_BIND." if is_path else "port: GATEWAY_PORT."
+            advice = f"Change {_origin('port', port)}: 0 picks a free port."
+            if _is_gateway(f"http://{bind}"):
+                advice = f"A gateway answers there: ask it by `mlx-gateway run MODEL`. {advice}"
         case errno.EACCES if not is_path:
-            advice = "Set GATEWAY_PORT to one above 1023."
+            advice = f"Set {_origin('port', port)} to one above 1023."
         case _ if is_path:
             advice = "Set GATEWAY_BIND to another path."
         case _:
-            advice = "Set GATEWAY_HOST to an address of this machine."
+            advice = f"Set {_origin('host', host)} to an address of this machine."
     return f"{bind}: {reason}. {advice}"
+
+
+def _origin(key: str, text: str) -> str:
+    """Return the variable that has this host or port, or else the flag."""
+    is_whole = re.compile(rf"(?<![\w.]){re.escape(text)}(?![\w.])").search
+    names = ("GATEWAY_BIND", f"GATEWAY_{key.upper()}")
+    return next((name for name in names if is_whole(origin(name)[0] or "")), f"--{key}")
+
+
+def _is_gateway(url: str) -> bool:
+    # A proxy would get even requests to this machine.
+    with contextlib.suppress(OSError, HTTPException, ValueError):
+        return b'"mlx-gateway"' in build_opener(ProxyHandler({})).open(url, timeout=1).read(256)
+    return False
 
 
 def check_folder(content: str, folder: Path) -> Finding:

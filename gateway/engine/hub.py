@@ -50,11 +50,14 @@ from gateway.registry import (
     install_command,
     is_gguf,
     package_folder,
+    source_id,
     stays_inside,
 )
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+LOGIN = "run `hf auth login` or set HF_TOKEN."
+NETWORK = "Check the network, HTTPS_PROXY and GATEWAY_HUB_ENDPOINT, then try again."
 _MOVES = 3  # tries of a download, since the branch may move
 SPARE_BYTES = 1 << 24  # bytes by which small files may grow in the meantime
 
@@ -293,7 +296,7 @@ def require_download(source: HubSource, hub: Hub, model: str) -> None:
     """Raise ModelUnavailable if downloads are turned off."""
     if not hub.may_download:
         reason = f"{source.repo} is not on this disk, and GATEWAY_AUTO_PULL is off."
-        raise unavailable(model, source, reason)
+        raise unavailable(model, source, f"{reason} Run `mlx-gateway pull {model}`.")
 
 
 def fetched_bytes(spec: ModelSpec, hub: Hub) -> int:
@@ -453,21 +456,26 @@ def unavailable(model: str, source: HubSource, reason: str) -> ModelUnavailable:
 
 
 def cause(source: HubSource, error: Exception) -> str:
+    """Return the reason that a repository was not fetched, and the next step."""
+    repo = source.repo
     match error:
         case Unfit():
             return str(error)
         case GatedRepoError():
-            return f"{source.repo} is gated: accept its terms on the hub and set HF_TOKEN."
+            return f"{repo} is gated: accept its terms at https://hf.co/{repo}, then {LOGIN}"
         case RepositoryNotFoundError():
-            return f"the hub has no public repository {source.repo}; a private one needs HF_TOKEN."
+            return f"the hub has no public repository {repo}: check its name, or if private {LOGIN}"
         case RevisionNotFoundError():
-            return f"{source.repo} has no revision {source.revision}."
+            return f"{repo} has no revision {source.revision}: leave it out for the newest."
         case HfHubHTTPError() if error.response.status_code in (401, 403):
-            return f"the hub lets nobody read {source.repo} without a valid key in HF_TOKEN."
+            return f"nobody may read {repo} without a valid key: check its name, or {LOGIN}"
         case OfflineModeIsEnabled():
-            return f"{source.repo} is not on this disk, and HF_HUB_OFFLINE forbids fetching it."
+            problem = f"{repo} is not on this disk, and HF_HUB_OFFLINE forbids fetching it."
+            return f"{problem} Run `HF_HUB_OFFLINE=0 mlx-gateway pull {source_id(source)}`."
         case OSError() if error.errno is not None:
-            return f"{source.repo} could not be stored: {error.strerror or error}."
+            advice = "Make room, or set GATEWAY_HUB_CACHE to a folder on another disk."
+            return f"{repo} could not be stored: {error.strerror or error}. {advice}"
         case _:
             line, *_ = (str(error).strip() or type(error).__name__).splitlines()
-            return f"{source.repo} could not be fetched from the hub: {line.rstrip('.')}."
+            line = re.sub(r"^\[Errno -?\d+\] ", "", line).rstrip(".")
+            return f"{repo} could not be fetched from the hub: {line}. {NETWORK}"

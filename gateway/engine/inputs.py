@@ -9,7 +9,7 @@ from stat import S_ISDIR, S_ISREG
 from gateway.engine.hub import Hub, on_disk
 from gateway.engine.models.context import pair_context, read_context, read_files
 from gateway.engine.models.notes import verified_by
-from gateway.engine.vision.families import reads_images
+from gateway.engine.vision.image_setup import reads_images
 from gateway.jobs.steps import Verified
 from gateway.registry import ChatSpec, EmbeddingSpec, Inputs, ModelSpec, is_gguf
 

@@ -118,6 +118,7 @@ class ImageCost:
     token: int = 0  # bytes per image token while its sequence runs
     kept: int = 0  # most bytes of kept features
     whole: int = 0  # most tokens of an image that one pass reads, or 0
+    window: int | None = None  # most keys in the layers whose masks images open; None: all
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,11 +9,12 @@ sources      the places of models' files: hub, folder, installed package
 short_names  models that come with the gateway under short names, and facts about them
 catalog      the models of models.yaml, found by id or alias; immutable
 schema       the JSON Schema of models.yaml, for editors
-names        formats of tool calls and of thinking; finds the valid name nearest to a wrong one
+names        formats of tool calls and of thinking; finds the valid names nearest to a wrong one
 """
 
 from gateway.registry.catalog import Catalog, Changes, Resolved, load_alike
 from gateway.registry.models_yaml import Entries, Reading, load_catalog, read_models
+from gateway.registry.names import similar_models
 from gateway.registry.schema import json_schema
 from gateway.registry.short_names import (
     Facts,
@@ -87,6 +88,7 @@ __all__ = [
     "read_facts",
     "read_models",
     "read_short_names",
+    "similar_models",
     "source_id",
     "stays_inside",
     "unlisted_entry",

@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import Final
 
 from gateway.errors import ModelNotFound
-from gateway.registry.names import most_similar
+from gateway.registry.names import similar_models
 from gateway.registry.specs import Alias, ChatSpec, ModelSpec
 
 MOST_SUGGESTED: Final = 3
@@ -64,7 +64,7 @@ class Catalog:
         usable = [
             each for kind in kinds or (object,) for each in self if isinstance(each.spec, kind)
         ]
-        near = most_similar(name, [each.name for each in usable], MOST_SUGGESTED)
+        near = similar_models(name, [each.name for each in usable], MOST_SUGGESTED)
         if near:
             return f"Did you mean `{'` or `'.join(near)}`?"
         ids = [each.name for each in usable if each.alias is None]

@@ -6,6 +6,7 @@ vLLM's options are `--tool-call-parser` and `--reasoning-parser`, mlx-lm's key i
 
 import difflib
 import heapq
+import re
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Final
@@ -65,6 +66,26 @@ def most_similar(name: str, valid: Iterable[str], most: int) -> list[str]:
     compared = heapq.nlargest(MAX_COMPARED, by_folded, key=shared_letters)
     matches = difflib.get_close_matches(name.casefold(), compared, n=most, cutoff=0.6)
     return [by_folded[match] for match in matches]
+
+
+# Words of a model's name about the making of its files, which others leave out.
+_MAKE = frozenset({"4bit", "8bit", "chat", "dwq", "gguf", "instruct", "it", "latest", "mlx", "qat"})
+
+
+def similar_models(name: str, valid: Iterable[str], most: int) -> list[str]:
+    """Return up to `most` names of models, the nearest first.
+
+    Nearer than similar names are those with all words and numbers of this one, in their order, such
+    as qwen3.5-9b for Qwen3.5:9B-4bit or qwen9; of these, those that begin with them.
+    """
+    wanted, rests = _words(name[:MAX_CHARS]) or [name], {each: iter(_words(each)) for each in valid}
+    whole = [each for each, rest in rests.items() if all(word in rest for word in wanted)]
+    whole.sort(key=lambda each: (_words(each)[: len(wanted)] != wanted, len("".join(_words(each)))))
+    return list(dict.fromkeys([*whole, *most_similar(name, rests, most)]))[:most]
+
+
+def _words(name: str) -> list[str]:
+    return [each for each in re.findall(r"\d+bit|[a-z]+|\d+", name.casefold()) if each not in _MAKE]
 
 
 def did_you_mean(name: str | None) -> str:

@@ -192,7 +192,7 @@ class Settings(BaseSettings):
     log_format: Annotated[Literal["auto", "json", "console"], BeforeValidator(_lower)] = "auto"
     """Form of log lines; auto is console on a terminal, else JSON."""
     log_prompts: bool = False
-    """Log all requests in full, with an image's size in place of the image."""
+    """Log all requests in full, with the size of each image, and of other base64, in its place."""
 
     # ── Models: the device, the hub, memory ───────────────────────────────────────────────────────
 

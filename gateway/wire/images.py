@@ -11,10 +11,9 @@ from typing import Any, Final
 
 from gateway.errors import BadRequest
 from gateway.jobs.images import Detail, ImageInput, ImageRefused
-from gateway.wire.validation import IMAGE_TYPES, P, Part, part_fields
+from gateway.wire.validation import IMAGE_TYPES, P, Part, Skipped, part_fields
 
 LEFT_OUT = {"type": "text", "text": "[image left out: this model reads text]"}
-_SYSTEM = ("system", "developer")
 _READ = ("user", "tool", "function")  # roles whose images are read
 _DETAILS: Final[Mapping[object, Detail]] = {
     "low": "low",
@@ -31,6 +30,11 @@ _IMAGE_FIELDS: Final[Mapping[str, Any]] = {
 }
 _HEADER = re.compile(r"data:[^,]{0,1024};base64,", re.IGNORECASE)
 _BLANKS = " \t\n\v\f\r"
+# Base64 in one piece or in lines, with any escapes of JSON inside JSON: the longest words of texts,
+# paths and hashes are shorter.
+_LETTERS = r"[A-Za-z0-9+/_=\\-]"
+_LINES = rf"{_LETTERS}{{40,}}(?:\s{{1,4}}{_LETTERS}{{40,}}){{3,}}"
+_BASE64 = re.compile(rf"(?<!{_LETTERS})(?:{_LETTERS}{{160,}}|{_LINES})")
 # The base64 digits, a multiple of four, to decode at once: the decoder holds the GIL.
 _SLICE = 1 << 20
 _TAG_KEY = secrets.token_bytes(32)
@@ -172,15 +176,19 @@ def _detail(fields: Mapping[str, Any], place: str) -> Detail:
 
 
 def hide_images(value: Any) -> Any:
-    """Return a request's fields for a log, with a summary in place of each image."""
+    """Return a request's fields for a log, with a summary in place of images and other base64."""
     if isinstance(value, list | tuple):
         return [hide_images(each) for each in value]
     if isinstance(value, dict):
         kind = value.get("type")
         if isinstance(kind, str) and kind in IMAGE_TYPES:
             return _summary(max(_texts(value), key=len, default=""))
-        return {name: hide_images(each) for name, each in value.items()}
-    return _summary(value) if isinstance(value, str) and _HEADER.match(value) else value
+        return {hide_images(name): hide_images(each) for name, each in value.items()}
+    if not isinstance(value, str):
+        return value
+    if _HEADER.match(value):
+        return _summary(value)
+    return _BASE64.sub(lambda found: _summary(found[0], "base64"), value)
 
 
 def _texts(value: Any) -> Iterator[str]:
@@ -191,26 +199,43 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(each)
 
 
-def _summary(text: str) -> str:
+def _summary(text: str, kind: str = "image") -> str:
     header = _HEADER.match(text)
     source = _Source(text, header.end() if header is not None else 0)
     # Without the key, the hash would reveal a known picture.
     tag = blake2b(text[source.start :].encode(), digest_size=4, key=_TAG_KEY).hexdigest()
-    return f"<image {source.nbytes:,} bytes, tag {tag}>"
+    return f"<{kind} {source.nbytes:,} bytes, tag {tag}>"
 
 
-def leave_images_out(turns: Sequence[P]) -> tuple[list[P], int]:
+def _sender(turn: Part) -> str | None:
+    """Return system, user, tool or assistant, in any API; None for a turn that is skipped."""
+    if isinstance(turn, Skipped):
+        return None
+    content = getattr(turn, "content", None)
+    last = content[-1] if isinstance(content, list) and content else None
+    is_output = str(getattr(turn, "type", "")).endswith("_output")
+    if is_output or getattr(last, "type", None) == "tool_result":
+        return "tool"
+    # A call and a thought of /v1/responses have no role.
+    role = getattr(turn, "role", None) or "assistant"
+    return {"developer": "system", "function": "tool"}.get(role, role)
+
+
+def leave_images_out(turns: Sequence[P], *, continues: bool = False) -> tuple[list[P], int]:
     """Return the turns with a text in place of older images, and the number of these images.
 
     Images in system messages and in the newest user message stay, so that they are refused; but
-    clients send the images of tools' results in a message behind these results.
+    a message right behind a tool's result has that tool's images. If the answer `continues` the
+    assistant's last turn, no text takes an image's place there.
     """
+    senders = [_sender(turn) for turn in turns]
+    heard = [i for i, sender in enumerate(senders) if sender in ("user", "tool", "assistant")]
     # An assistant's message at the end is the beginning of the answer, not a newer turn.
-    roles = [getattr(turn, "role", None) for turn in turns]
-    passed = (*_SYSTEM, "assistant")
-    newest = max((i for i, role in enumerate(roles) if role not in passed), default=-1)
-    if newest > 0 and roles[newest - 1] in ("tool", "function"):
-        newest = -1
+    while heard and senders[heard[-1]] == "assistant":
+        heard.pop()
+    newest = heard[-1] if heard else -1
+    is_of_tool = len(heard) > 1 and senders[heard[-2]] == "tool"
+    continues = continues and senders[-1:] == ["assistant"]
     count = 0
 
     def without_images(part: Any, *, stay: bool) -> Any:
@@ -229,6 +254,13 @@ def leave_images_out(turns: Sequence[P]) -> tuple[list[P], int]:
         changed = {name: each for name, each in fields.items() if each is not getattr(part, name)}
         return part.model_copy(update=changed) if changed else part
 
-    stays = [role in _SYSTEM or (role == "user" and i == newest) for i, role in enumerate(roles)]
-    kept = [without_images(turn, stay=stay) for turn, stay in zip(turns, stays, strict=True)]
+    kept = []
+    for i, (turn, sender) in enumerate(zip(turns, senders, strict=True)):
+        content = getattr(turn, "content", None)
+        if continues and i > newest and sender == "assistant" and isinstance(content, list):
+            texts = [part for part in content if not part.is_image]
+            count += len(content) - len(texts)
+            turn = turn.model_copy(update={"content": texts})
+        is_question = i == newest and getattr(turn, "role", None) == "user" and not is_of_tool
+        kept.append(without_images(turn, stay=is_question or sender == "system"))
     return kept, count

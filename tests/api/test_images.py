@@ -57,6 +57,26 @@ async def test_a_session_with_an_image_goes_on_by_the_header(
     assert first["content"] == "[image left out: this model reads text]"
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+async def test_an_answer_does_not_go_on_from_the_text_in_an_images_place(
+    client: AsyncClient, engines: ScriptedEngines, path: str
+) -> None:
+    body, more = session(path), {"continue_final_message": True}
+    begun = [{"type": "text", "text": "It is"}, IMAGES[path]]
+    body["messages"].append({"role": "assistant", "content": begun})
+    body |= more if path == "/v1/chat/completions" else {}
+    answer = await client.post(path, json=body, headers=ON)
+    assert (answer.status_code, answer.headers[COUNT]) == (200, "2"), answer.text
+    assert engines.chat.jobs[-1].continues
+    assert engines.chat.jobs[-1].messages[-1]["content"] == "It is"
+    body["messages"][-1] = {"role": "assistant", "content": begun[1:]}
+    answer = await client.post(path, json=body, headers=ON)
+    if path == "/v1/chat/completions":
+        assert "an assistant's message that has text" in error_of(answer)["message"]
+    else:
+        assert (answer.status_code, engines.chat.jobs[-1].continues) == (200, False)
+
+
 @EACH
 async def test_a_stream_says_how_many_were_left_out(client: AsyncClient, path: str) -> None:
     body = {**session(path), "stream": True}

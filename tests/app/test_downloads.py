@@ -66,7 +66,8 @@ async def test_a_full_disk_fails_the_model_that_needs_it(
         status, said = await ask(client, "far")
         assert (await ask(client, "near"))[0] == 200
     assert status == 503
-    assert said == "The model `far` cannot be loaded: org/far could not be stored: File too large."
+    problem = "The model `far` cannot be loaded: org/far could not be stored: File too large. "
+    assert said == f"{problem}Make room, or set GATEWAY_HUB_CACHE to a folder on another disk."
     assert not list((tmp_path / "cache").rglob("snapshots/*/*.safetensors"))
 
 

@@ -111,10 +111,34 @@ def test_each_name_that_cannot_be_had_is_a_line(hub: FakeHub) -> None:
     names = ("hub:org/gone", "./nowhere", "hub:a/b/c", "minee", "tiny")
     with pytest.raises(RegistryInvalid) as refused:
         load_served(named_as(*names))
-    says = ("no public repository org/gone", "no folder", "hub:a/b/c", "Did you mean `mine`")
+    says = ("no public repository org/gone", "no folder", "hub:a/b/c", "Nearest: mine")
     assert len(refused.value.problems) == len(says)
     for line, said in zip(refused.value.problems, says, strict=True):
         assert said in line
+        assert "or you do not have access" not in line  # words of the API, not of a shell
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("MINE", "Nearest: mine. Run `mlx-gateway serve mine`."),
+        (
+            "qwen3.5:9b",
+            "Nearest: qwen3.5-9b, qwen3.5-4b, qwen3.5-27b. Run `mlx-gateway serve qwen3.5-9b`.",
+        ),
+        (
+            "phi4",
+            "See `mlx-gateway models recommend`. Run `mlx-gateway serve org/name`.",
+        ),
+    ],
+)
+def test_an_unknown_name_ends_in_a_command_and_is_never_another_models(
+    folder: Path, name: str, said: str
+) -> None:
+    """The nearest is of the file or of the catalogue, and may differ in nothing but its case."""
+    [problem] = read_served(named_as(name, "tiny")).problems
+    what = "not in models.yaml or the catalogue, and the hub's are org/name."
+    assert problem == f"{name}: {what} {said}"
 
 
 def test_without_a_hub_what_is_here_is_served_and_the_rest_says_so(

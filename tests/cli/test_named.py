@@ -60,8 +60,20 @@ def test_a_name_that_cannot_be_had_is_a_line_of_every_command(
         done = inside(tmp_path, name, "hub:org/gone", **where)
         assert done.returncode == 1
         [line] = (done.stdout + done.stderr).splitlines()
-        assert "hub has no public repository org/gone" in line
+        assert line == (
+            "hub:org/gone: The hub has no public repository org/gone: check its name, or if "
+            "private run `hf auth login` or set HF_TOKEN."
+        )
     assert not (tmp_path / "cache").exists()
+
+
+def test_a_misspelt_name_ends_each_command_with_the_one_to_type(
+    tmp_path: Path, inside: Inside
+) -> None:
+    for name in ("serve", "check", "models", "pull"):
+        done = inside(tmp_path, name, "Qwen3.5:9B", HOME=str(tmp_path))
+        assert done.returncode == 1
+        assert done.stderr.endswith("Run `mlx-gateway serve qwen3.5-9b`.\n")
 
 
 @pytest.mark.slow

@@ -8,7 +8,17 @@ import pytest
 import yaml
 
 from gateway.cli import main
-from gateway.cli.recommend import GIB, fit, fits, kv_cost, working_set
+from gateway.cli.recommend import (
+    GIB,
+    Fit,
+    Machine,
+    fit,
+    fits,
+    kv_cost,
+    machine_with,
+    order,
+    working_set,
+)
 from gateway.engine.models import notes
 from gateway.engine.models.kv_costs import measure_kv
 from gateway.registry import Facts, LayersKept, read_facts
@@ -34,6 +44,10 @@ text_config: {model_type: qwen3_5_text, num_hidden_layers: 32, full_attention_in
     ),
     "glm-4.7-flash": ("glm4_moe_lite", "{vocab_size: 8}"),
 }
+
+
+def mac(gib: int) -> Machine:
+    return machine_with(working_set(gib * GIB))
 
 
 def plain(**facts: Any) -> Facts:
@@ -90,7 +104,8 @@ def test_what_a_token_reads_is_the_share_of_the_experts_that_it_takes() -> None:
     assert mixture is not None
     assert dense is not None
     assert (mixture.token_bytes, dense.token_bytes) == (GIB, 20 * GIB)
-    assert (mixture.speed, dense.speed) == ("fast", "slow")
+    large = mac(64)
+    assert mixture.speed(large) == 20 * dense.speed(large) == large.bandwidth / GIB
 
 
 def test_each_model_says_what_its_family_was_compared_with(
@@ -98,9 +113,9 @@ def test_each_model_says_what_its_family_was_compared_with(
 ) -> None:
     monkeypatch.setattr(notes, "_TRANSFORMERS", frozenset({"qwen3_5", "nomic_bert"}))
     monkeypatch.setattr(notes, "EQUAL", frozenset({"gpt_oss"}))
-    assert run("--memory", "512") == 0
+    assert run("--memory", "512", "--all") == 0
     rows = [line.split("\t") for line in capsys.readouterr().out.splitlines()]
-    verified = {row[0]: row[-1] for row in rows}
+    verified = {row[1]: row[-1] for row in rows}
     assert (verified["qwen3.5-9b"], verified["nomic-embed-text-v1.5"]) == ("transformers",) * 2
     assert (verified["gpt-oss-20b"], verified["llama-3.2-3b"]) == ("mlx-lm", "no")
 
@@ -112,6 +127,49 @@ def test_more_memory_never_offers_less() -> None:
             context = -1 if each.context is None else each.context
             assert offered.get(each.name, -1) <= context
             offered[each.name] = context
+
+
+TWO_CORES = machine_with(24 * GIB, cores=2)
+
+
+@pytest.mark.parametrize(
+    ("machine", "chat", "embedding"),
+    [
+        (mac(8), "llama-3.2-3b", "qwen3-embedding-0.6b"),  # none has room for 32k
+        (mac(16), "qwen3.5-9b", "qwen3-embedding-0.6b"),
+        (mac(24), "qwen3.5-9b", "qwen3-embedding-0.6b"),
+        (mac(32), "gpt-oss-20b", "qwen3-embedding-0.6b"),
+        (mac(64), "qwen3.6-35b-a3b", "qwen3-embedding-4b"),
+        (mac(128), "gpt-oss-120b", "qwen3-embedding-4b"),
+        (TWO_CORES, "qwen3-0.6b", "nomic-embed-text-v1.5"),  # 27B in 4 bits would fit
+    ],
+)
+def test_the_first_of_a_kind_is_the_one_to_take(
+    machine: Machine, chat: str, embedding: str
+) -> None:
+    found = order(fits(machine.memory_bytes, DEFAULTS), machine)
+    firsts = {each.kind: each.name for each in reversed(found)}
+    assert (firsts["chat"], firsts["embedding"]) == (chat, embedding)
+    assert len(found) == sum(
+        each.context is not None for each in fits(machine.memory_bytes, DEFAULTS)
+    )
+
+
+def rows(machine: Machine, *models: tuple[str, int, int]) -> list[str]:
+    """Give the names of chat models, by context and GB of weights, in their order."""
+    found = [
+        Fit(name, "chat", gb * 10**9, context, True, 0, 0, gb * 10**9, "no", None)
+        for name, context, gb in models
+    ]
+    return [each.name for each in order(found, machine)]
+
+
+def test_room_comes_before_speed_and_speed_before_size() -> None:
+    machine = Machine(64 * GIB, 150e9)  # 15 tokens per second of 10 GB
+    models = [("slow", 32_768, 11), ("fast", 32_768, 10), ("small", 32_768, 1)]
+    assert rows(machine, *models, ("short", 32_767, 2)) == ["fast", "small", "slow", "short"]
+    assert rows(machine, ("agent", 8192, 1), ("tiny", 8191, 9)) == ["agent", "tiny"]
+    assert rows(Machine(64 * GIB, 10e9), *models) == ["small", "fast", "slow"]
 
 
 def run(*arguments: str) -> int:
@@ -127,9 +185,9 @@ def test_another_mac_is_asked_about_by_its_memory(
     monkeypatch.setenv("GATEWAY_CACHE_MAX_BYTES", "1")
     assert run("--memory", "64") == 0
     printed = capsys.readouterr()
-    assert "qwen3.5-9b\tchat\t5.5 GiB\t262,144\t" in printed.out
+    assert "\n\tqwen3.5-9b\tchat\t262,144\t" in printed.out
     assert "glm-4.7\t" not in printed.out
-    assert "note: models may take 36.0 GiB; sizes unknown: " in printed.err
+    assert printed.err.endswith("note: models may take 36.0 GiB\n")
 
 
 def test_this_machine_is_asked_about_by_the_budget_that_serve_has(
@@ -140,6 +198,31 @@ def test_this_machine_is_asked_about_by_the_budget_that_serve_has(
     printed = capsys.readouterr()
     assert "models may take 1.0 GiB" in printed.err
     assert "\tchat\t" not in printed.out
+    first, second, *_ = printed.err.splitlines()
+    assert first.startswith("For chat: mlx-gateway serve org/name  # none of the catalogue fits: ")
+    assert second.startswith("For embedding: mlx-gateway serve ")
+
+
+def test_one_chat_model_and_one_for_embeddings_are_marked_and_come_first(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The parts of a sum, and notes that name models, are for those who ask for all."""
+    assert run("--memory", "16") == 0
+    printed = capsys.readouterr()
+    lines = [line.split("\t") for line in printed.out.splitlines()]
+    taken = [line[1] for line in lines if line[0] == "take"]
+    assert taken == ["qwen3.5-9b", "qwen3-embedding-0.6b"]
+    assert lines[0] == [*("take", taken[0], "chat", "37,888 (cut)", "8.0 GiB", "17.1"), "yes"]
+    assert printed.err.splitlines() == [
+        "For chat: mlx-gateway serve qwen3.5-9b",
+        "For embedding: mlx-gateway serve qwen3-embedding-0.6b",
+        "note: models may take 8.0 GiB",
+    ]
+    assert run("--memory", "16", "--all") == 0
+    printed = capsys.readouterr()
+    first = "\t".join([*lines[0], "5.5 GiB", "1.4 GiB", "1.0 GiB", "transformers"])
+    assert printed.out.startswith(f"{first}\n")
+    assert "\nnote: sizes unknown: gemma-3-1b, " in printed.err
 
 
 def test_a_short_name_stands_where_the_command_does(

@@ -63,8 +63,7 @@ def test_a_port_in_use_is_told_in_one_line(tmp_path: Path) -> None:
         done = ran(tmp_path, "serve", "--port", str(port))
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1] == (
-        f"127.0.0.1:{port}: Address already in use. Is a gateway running already? If not, choose "
-        "another port: GATEWAY_PORT."
+        f"127.0.0.1:{port}: Address already in use. Change --port: 0 picks a free port."
     )
     assert "Traceback" not in done.stderr
 

@@ -1,9 +1,12 @@
 """The checks of a machine, by their numbers: ok, warn or fail, and advice."""
 
+import errno
 import os
 import re
 import shutil
+import threading
 from collections import namedtuple
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -52,8 +55,57 @@ def test_binds_of_every_kind_are_tried(tmp_path: Path) -> None:
     assert checks.check_port(f"unix:{tmp_path}/gw.sock").state == "ok"
     assert checks.check_port(f"unix:{tmp_path}/none/gw.sock").state == "fail"
     assert checks.check_port("fd://3").state == "ok"
-    assert "GATEWAY_HOST" in checks.check_port("192.0.2.1:0").message
+    assert "Set --host to" in checks.check_port("192.0.2.1:0").message
     assert checks.check_port("nobody.invalid:0").state == "fail"
+
+
+@pytest.mark.parametrize(
+    ("variables", "key"),
+    [
+        ({}, "--port"),
+        ({"GATEWAY_PORT": "80"}, "--port"),  # a flag was typed over it
+        ({"GATEWAY_PORT": "9"}, "GATEWAY_PORT"),
+        ({"GATEWAY_BIND": "[::1]:80,127.0.0.1:9"}, "GATEWAY_BIND"),
+        ({"GATEWAY_BIND": "[::1]:80,127.0.0.1:99"}, "--port"),
+    ],
+)
+def test_a_port_in_use_names_the_key_that_it_was_set_by(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], key: str
+) -> None:
+    for name in ("GATEWAY_PORT", "GATEWAY_BIND"):
+        monkeypatch.setenv(name, variables.get(name, ""))
+    taken, closed = (OSError(number, "x") for number in (errno.EADDRINUSE, errno.EACCES))
+    message = checks.bind_problem("127.0.0.1:9", taken)  # nothing answers
+    assert message == f"127.0.0.1:9: x. Change {key}: 0 picks a free port."
+    assert f"Set {key} to one above 1023." in checks.bind_problem("127.0.0.1:9", closed)
+
+
+@pytest.mark.parametrize(
+    ("body", "is_gateway"), [(b'{"name": "mlx-gateway"}', True), (b"<p>mlx-gateway", False)]
+)
+def test_a_gateway_that_has_the_port_is_named_with_the_command_that_asks_it(
+    monkeypatch: pytest.MonkeyPatch, body: bytes, is_gateway: bool
+) -> None:
+    """A proxy of the environment is not asked."""
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        finding = checks.check_port(f"127.0.0.1:{server.server_port}")
+        server.shutdown()
+    assert finding.state == "fail"
+    assert ("A gateway answers there: ask it by `mlx-gateway run MODEL`." in finding.message) == (
+        is_gateway
+    )
+    assert finding.message.endswith("Change --port: 0 picks a free port.")
 
 
 def test_a_folder_without_room_fails_and_says_how_much_is_free(

@@ -205,7 +205,10 @@ def test_a_disk_that_fills_up_meanwhile_is_told_and_given_back(
     other.write_bytes(bytes(18 * UNIT))
     hub.gate.set()
     fetching.join(30)
-    assert failed == ["org/big could not be stored: No space left on device."]
+    assert failed == [
+        "org/big could not be stored: No space left on device. Make room, or set GATEWAY_HUB_CACHE "
+        "to a folder on another disk."
+    ]
     assert fetched_bytes(spec, place) == 0
     assert on_disk(spec, place) is None
     with pytest.raises(ModelUnavailable, match=r"bytes are to be fetched, and .* has room for"):

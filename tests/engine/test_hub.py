@@ -4,11 +4,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from huggingface_hub.errors import OfflineModeIsEnabled
 
-from gateway.engine.hub import Hub, ask_hub, download, fetched_bytes, on_disk, stored_bytes
+from gateway.engine.hub import Hub, ask_hub, cause, download, fetched_bytes, on_disk, stored_bytes
 from gateway.engine.models.checkpoint import Checkpoint
 from gateway.errors import ModelLoadFailed, ModelUnavailable
-from gateway.registry import ModelSpec
+from gateway.registry import HubSource, ModelSpec
 from gateway.registry.specs import ChatSpec
 from tests.checkpoints import write_chat
 from tests.fake_hub import COMMIT, FakeHub
@@ -165,6 +166,43 @@ def test_what_the_hub_does_not_have_is_named(hub: FakeHub, tmp_path: Path) -> No
     assert caught.value.headers["x-should-retry"] == "false"
 
 
+LOGIN = "run `hf auth login` or set HF_TOKEN."
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "said"),
+    [
+        (403, "GatedRepo", f"is gated: accept its terms at https://hf.co/{REPO}, then {LOGIN}"),
+        (404, "RepoNotFound", f"public repository {REPO}: check its name, or if private {LOGIN}"),
+        (401, "RepoNotFound", f"public repository {REPO}: check its name, or if private {LOGIN}"),
+        (401, "", f"without a valid key: check its name, or {LOGIN}"),
+        (404, "RevisionNotFound", "has no revision main: leave it out for the newest."),
+        (403, "", f"without a valid key: check its name, or {LOGIN}"),
+        (503, "", "Check the network, HTTPS_PROXY and GATEWAY_HUB_ENDPOINT, then try again."),
+    ],
+)
+def test_what_the_hub_refuses_ends_in_the_next_step(
+    hub: FakeHub, tmp_path: Path, status: int, code: str, said: str
+) -> None:
+    hub.status, hub.code = status, code
+    with pytest.raises(ModelUnavailable) as caught:
+        ask_hub(spec(f"hub:{REPO}@main"), at(hub, tmp_path))
+    assert caught.value.reason.endswith(said)
+
+
+def test_offline_ends_in_the_command_that_is_not(tmp_path: Path) -> None:
+    source = HubSource("org/name", "main", "x.gguf")
+    offline = cause(source, OfflineModeIsEnabled("offline"))
+    assert offline.endswith("Run `HF_HUB_OFFLINE=0 mlx-gateway pull org/name/x.gguf`.")
+
+
+def test_a_host_that_nobody_has_is_told_without_its_number(tmp_path: Path) -> None:
+    """The resolver's words differ from system to system."""
+    nowhere = Hub(endpoint="http://nobody.invalid", cache=tmp_path)
+    with pytest.raises(ModelUnavailable, match=r"from the hub: [^\[]*Check the network"):
+        ask_hub(spec(f"hub:{REPO}"), nowhere)
+
+
 def test_no_network_is_told_at_once(tmp_path: Path) -> None:
     nowhere = Hub(endpoint="http://127.0.0.1:9", cache=tmp_path)
     with pytest.raises(ModelUnavailable, match="could not be fetched from the hub"):
@@ -172,5 +210,5 @@ def test_no_network_is_told_at_once(tmp_path: Path) -> None:
 
 
 def test_downloads_can_be_forbidden(tmp_path: Path) -> None:
-    with pytest.raises(ModelUnavailable, match="GATEWAY_AUTO_PULL is off"):
+    with pytest.raises(ModelUnavailable, match=r"AUTO_PULL is off. Run `mlx-gateway pull mine`\."):
         ask_hub(spec(f"hub:{REPO}"), Hub(cache=tmp_path, may_download=False))

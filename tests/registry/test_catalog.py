@@ -49,7 +49,7 @@ def test_an_unknown_name_is_told_up_to_three_of_a_kind() -> None:
     """The nearest ones; where none is near, the first ones without their aliases."""
     embedder = EmbeddingSpec(id="text-embedding", kind="embedding", source=HubSource("a/b"))
     catalog = Catalog([chat("o/a1", "text-em"), embedder, *map(chat, ("o/a2", "o/a3", "o/a4"))])
-    assert suggested(catalog, "O/A", ChatSpec) == "Did you mean `o/a4` or `o/a3` or `o/a2`?"
+    assert suggested(catalog, "O/A", ChatSpec) == "Did you mean `o/a1` or `o/a2` or `o/a3`?"
     assert suggested(catalog, "text-embed") == "Did you mean `text-embedding` or `text-em`?"
     assert suggested(catalog, "text-embed", ChatSpec) == "Did you mean `text-em`?"
     assert suggested(catalog, "text-embed", EmbeddingSpec) == "Did you mean `text-embedding`?"

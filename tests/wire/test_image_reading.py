@@ -2,7 +2,7 @@
 
 import base64
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import orjson
@@ -515,6 +515,58 @@ def test_a_log_shows_texts_and_thousands() -> None:
     assert images.hide_images(fields) == fields
     (shown,) = images.hide_images([block(data)])
     assert shown.startswith("<image 1,204,113 bytes, tag ")
+
+
+WRITTEN: list[Callable[[bytes], str]] = [
+    lambda data: base64.b64encode(data).decode(),
+    lambda data: base64.urlsafe_b64encode(data).decode().rstrip("="),
+    lambda data: base64.encodebytes(data).decode(),
+    lambda data: base64.encodebytes(data).decode().replace("\n", "\r\n  "),
+    lambda data: orjson.dumps(base64.encodebytes(data).decode()).decode(),
+    lambda data: base64.b64encode(data).decode().replace("/", "\\/").replace("+", "\\u002B"),
+    lambda data: f"Listen: data:audio/wav;base64,{base64.b64encode(data).decode()} Well?",
+]
+PLACES: list[Callable[[str], Any]] = [
+    lambda text: text,
+    lambda text: {"type": "input_audio", "input_audio": {"data": text, "format": "wav"}},
+    lambda text: {"type": "new", "parts": [["a", {"b": text}], 3]},
+    lambda text: {"type": "new", text: None},
+    lambda text: {"tool_calls": [{"function": {"arguments": orjson.dumps({"a": text}).decode()}}]},
+]
+
+
+def _texts_of(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        yield from _texts_of([*value, *value.values()])
+    elif isinstance(value, list):
+        for each in value:
+            yield from _texts_of(each)
+    elif isinstance(value, str):
+        yield value
+
+
+@pytest.mark.generator(weight=0.2)
+@given(
+    data=st.binary(min_size=400, max_size=3000),
+    write=st.sampled_from(WRITTEN),
+    place=st.sampled_from(PLACES),
+)
+def test_a_log_shows_at_most_some_hundred_letters_of_any_base64(
+    data: bytes, write: Callable[[bytes], str], place: Callable[[str], Any]
+) -> None:
+    """A part of a type that the gateway has never heard of may hold a film."""
+    written = write(data)
+    shown = images.hide_images({"messages": [{"role": "user", "content": [place(written)]}]})
+    for text in _texts_of(shown):
+        assert len(text) < 400
+    assert "base64 " in orjson.dumps(shown).decode()
+
+
+def test_a_log_shows_long_words_paths_and_hashes() -> None:
+    """Three hashes in a row are not base64 yet, nor is the longest name of a file."""
+    path = "/".join(["src"] * 35)
+    texts = [path, "\n".join(["0123456789abcdef" * 4] * 3), "x" * 159, "word " * 999]
+    assert images.hide_images(texts) == texts
 
 
 @pytest.mark.parametrize(

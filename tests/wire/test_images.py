@@ -168,6 +168,48 @@ def test_an_image_that_the_model_has_answered_by_a_call_is_left_out(api: Api) ->
 
 
 @EACH
+def test_a_message_right_behind_a_tools_result_has_that_tools_image(api: Api) -> None:
+    """A note of the system between the two changes nothing, unlike a turn of anybody else."""
+    note = {"role": "system", "content": "x"}
+    turns = [user(api.say("look")), *api.result([api.say("read")])]
+    for between in ([], [note]):
+        prompt, count = api.left_out([*turns, *between, user(api.image)])
+        assert (count, prompt[-1]["content"]) == (1, TEXT)
+    with pytest.raises(BadRequest, match="Could not process image"):
+        api.left_out([*turns, said(), user(api.image)])
+    with pytest.raises(BadRequest, match="Could not process image"):
+        api.left_out([*turns, user(api.say("and now")), user(api.image)])
+
+
+def test_a_thought_behind_the_newest_message_is_the_beginning_of_its_answer() -> None:
+    api = APIS["responses"]
+    thought = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "hm"}]}
+    with pytest.raises(BadRequest, match="Could not process image"):
+        api.left_out([user(api.image), thought])
+
+
+def test_a_skipped_item_between_a_tools_result_and_its_image_changes_nothing() -> None:
+    api = APIS["responses"]
+    items = [*api.result([api.say("read")]), {"type": "ghost_snapshot"}, user(api.image)]
+    body = orjson.dumps({"model": "m", "input": items})
+    request = read_request(body, responses.ResponsesRequest, strict=False).request
+    assert leave_images_out(request.input)[1] == 1
+
+
+@pytest.mark.parametrize("name", ["chat", "messages"])
+def test_no_text_takes_an_images_place_where_the_answer_goes_on(name: str) -> None:
+    """The model would go on with the text; an image in a finished answer stays a text."""
+    api = APIS[name]
+    begun = {"role": "assistant", "content": [api.image, api.say("It is"), api.image]}
+    turns = [user(api.say("draw")), begun, user(api.say("more")), begun]
+    request = api.request(turns)
+    kept, count = leave_images_out(request.messages, continues=True)
+    prompt = api.prompt(request, kept)
+    assert count == 4
+    assert (prompt[1]["content"], prompt[3]["content"]) == (f"{TEXT}It is{TEXT}", "It is")
+
+
+@EACH
 @pytest.mark.parametrize("end", [[], [said("It is")], [{"role": "system", "content": "x"}]])
 def test_an_image_of_the_newest_message_is_refused(api: Api, end: list[Turn]) -> None:
     """An image before the beginning of its answer is refused too; the 400 gives advice."""

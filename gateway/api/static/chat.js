@@ -35,14 +35,16 @@ function fitting(turns) {
   return bare.slice(bare[first]?.role === "assistant" ? first + 1 : first); // a conversation begins with a question
 }
 
-function describe(usage, timings, firstS, totalS) {
+function describe(usage, timings, firstS, totalS, leftOut) {
   if (!usage) return "";
   const { completion_tokens: written, prompt_tokens: readTokens } = usage;
   const decodeS = (timings?.decode_ms ?? 0) / 1000;
   const parts = [`${integer(readTokens)} prompt tokens, ${integer(written)} completion tokens`];
   if (firstS != null) parts.push(`first token after ${seconds(firstS)}`);
   if (decodeS > 0 && written > 1) parts.push(`${decimal((written - 1) / decodeS)} tokens/s`);
-  return `${parts.join(" · ")} · ${seconds(totalS)} in total`;
+  parts.push(`${seconds(totalS)} in total`);
+  if (leftOut) parts.push(`pictures of earlier turns left out, as this model reads text: ${leftOut}`);
+  return parts.join(" · ");
 }
 
 /** Let a form be a chat; `on` registers what it does when it is sent. Returns the pictures that it takes. */
@@ -76,11 +78,12 @@ export function startChat(form, on) {
     const foot = make("div", { class: "foot", hidden: "" }, end, copy);
     show(turn, [], fold, words, foot);
     const [thoughts, answer] = [thought, words].map((each) => writer(each, follow));
-    let isTouched = false;
+    let [isTouched, isOver] = [false, false];
     summary.addEventListener("click", () => (isTouched = true));
 
     function endThought() {
-      if (turn.thoughtS == null) return;
+      if (isOver || turn.thoughtS == null) return;
+      isOver = true;
       thoughts.end();
       say(summary, `Thought for ${seconds(turn.thoughtS)}`);
       if (!isTouched) fold.open = false;
@@ -144,10 +147,11 @@ export function startChat(form, on) {
     log.setAttribute("aria-busy", true); // read aloud when it is whole
     writing = new AbortController();
     stop.hidden = false;
-    let [usage, timings, firstS] = [null, null, null];
+    let [usage, timings, firstS, leftOut] = [null, null, null, 0];
+    const given = { "x-gateway-leave-out-images": "true" }; // of earlier turns, if the model reads none
+    const note = (headers) => (leftOut = Number(headers.get("x-gateway-images-left-out")));
     const endThought = () => {
-      if (!turn.thought || turn.thoughtS != null) return;
-      turn.thoughtS = elapsed() - firstS;
+      if (turn.thought) turn.thoughtS ??= elapsed() - firstS;
       answer.endThought();
     };
     try {
@@ -155,7 +159,7 @@ export function startChat(form, on) {
       if (system.value.trim()) messages.unshift({ role: "system", content: system.value });
       const body = { model: model.value, messages, stream: true, stream_options: { include_usage: true } };
       for (const name of NUMBERS) if (form.elements[name].value) body[name] = Number(form.elements[name].value);
-      for await (const event of events("v1/chat/completions", body, { signal: writing.signal })) {
+      for await (const event of events("v1/chat/completions", body, { signal: writing.signal, given, note })) {
         usage = event.usage ?? usage;
         timings = event.timings ?? timings;
         const { delta = {}, finish_reason: reason } = event.choices[0] ?? {};
@@ -172,7 +176,7 @@ export function startChat(form, on) {
         }
       }
       turn.end ??= "The answer ended without a reason.";
-      say(told, describe(usage, timings, firstS, elapsed()));
+      say(told, describe(usage, timings, firstS, elapsed(), leftOut));
     } catch (error) {
       turn.end = writing.signal.aborted ? "You stopped it." : `Ended by an error: ${error.message}`;
       if (!writing.signal.aborted) throw error;

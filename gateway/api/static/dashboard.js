@@ -141,14 +141,10 @@ function showStatus(kind, text) {
 const meanOf = (times) => (read.count(times) ? `mean of ${read.integer(read.count(times))}` : "none");
 const firstTokens = () => history.histogram("gateway_time_to_first_token_seconds", {}, isRecent);
 
-const counterTile = (name, series) => ({
-  name,
-  unit: "/s",
-  figure: () => history.rate(series),
-  format: read.rate,
-  aside: (now) => `${read.integer(read.value(now, series))} in total`,
-  series,
-});
+const counterTile = (name, series) => {
+  const aside = (now) => `${read.integer(read.value(now, series))} in total`;
+  return { name, series, unit: "/s", format: read.rate, figure: () => history.rate(series), aside };
+};
 
 const TILES = [
   counterTile("Requests", "gateway_requests_total"),

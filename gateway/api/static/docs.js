@@ -4,10 +4,8 @@ import { copyButton, find, make, say } from "./elements.js";
 import { call, ROOT } from "./gateway.js";
 import { writer } from "./markdown.js";
 
-const BOUNDS = {
-  minimum: "from", exclusiveMinimum: "above", maximum: "to", exclusiveMaximum: "below", minLength: "characters from",
-  maxLength: "characters to", minItems: "items from", maxItems: "items to",
-};
+const NUMBERS = { minimum: "from", exclusiveMinimum: "above", maximum: "to", exclusiveMaximum: "below" };
+const BOUNDS = { ...NUMBERS, minLength: "characters from", maxLength: "characters to", minItems: "items from", maxItems: "items to" };
 const LEFT_OUT = /^(?:Refused\.|Accepted, without effect\.)/;
 let schemas = {};
 
@@ -130,7 +128,7 @@ function show(described) {
 
 function openNamed() {
   const named = document.getElementById(location.hash.slice(1));
-  if (named?.matches("details")) Object.assign(named, { open: true, hidden: false });
+  Object.assign(named ?? {}, { open: true, hidden: false });
   named?.scrollIntoView();
 }
 

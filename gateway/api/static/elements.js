@@ -48,6 +48,28 @@ export function copyButton(text, shown, label) {
   return made;
 }
 
+/** Give `take` the files that are pasted into an element or dropped onto it. */
+export function onFiles(element, take) {
+  element.addEventListener("dragover", (event) => event.preventDefault());
+  for (const [name, given] of [["paste", "clipboardData"], ["drop", "dataTransfer"]]) {
+    element.addEventListener(name, (event) => {
+      const { files, types } = event[given];
+      // Office programs put a picture of a copied text beside the text.
+      if (!files.length || types.includes("text/plain")) return;
+      event.preventDefault();
+      take(files);
+    });
+  }
+}
+
+/** Read a file as a `data:` URL. */
+export async function dataUrl(file) {
+  const reader = new FileReader();
+  reader.readAsDataURL(file);
+  await new Promise((done, fail) => Object.assign(reader, { onload: done, onerror: () => fail(reader.error) }));
+  return reader.result;
+}
+
 /**
  * Show one child for each item, in their order. A child is kept as long as its item's key is there:
  * a button must not be replaced between a press and its release.

@@ -22,8 +22,8 @@ export class CallError extends Error {
 }
 
 /** Call the gateway; throws CallError with what it said. A key goes in a header, never in a URL. */
-export async function call(path, { kind = "api", body, method = body ? "POST" : "GET", signal } = {}) {
-  const headers = new Headers();
+export async function call(path, { kind = "api", body, method = body ? "POST" : "GET", signal, given = {} } = {}) {
+  const headers = new Headers(given);
   if (keys.get(kind)) headers.set("authorization", `Bearer ${keys.get(kind)}`);
   if (body) headers.set("content-type", "application/json");
   let answer;
@@ -83,9 +83,11 @@ export async function* samples(signal) {
   }
 }
 
-/** Yield the events of a streamed answer; throws CallError for one that is an error. */
-export async function* events(path, body, { kind, signal } = {}) {
-  for await (const line of lines(await call(path, { kind, body, signal }))) {
+/** Yield the events of a streamed answer, whose headers `note` is given; throws CallError for an error. */
+export async function* events(path, body, { note, ...options } = {}) {
+  const answer = await call(path, { body, ...options });
+  note?.(answer.headers);
+  for await (const line of lines(answer)) {
     if (!line.startsWith("data: ") || line === "data: [DONE]") continue;
     const event = JSON.parse(line.slice("data: ".length));
     if (event.error) throw new CallError(200, event.error.code, event.error.message);

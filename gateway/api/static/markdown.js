@@ -79,10 +79,9 @@ function spans(text, depth = 0) {
 
 // ── Lines ────────────────────────────────────────────────────────────────────────────────────────
 //
-// `at` says what the next line may join: `fence`, the code block that is open; `lists`, from the
-// outermost, each with its indent, element and last item; `block`, the paragraph, item or quote;
-// `head`, a line that may be a table's head; `body`, of a table; `last`, what a long line goes on in.
-// Each function returns the next `at`, and a node with its parent-to-be.
+// `at` says what the next line may join: `fence`, the open code; `lists`, the outermost first, each with its
+// indent, element and last item; `block`, the paragraph, item or quote; `head`, a line that may be a table's head;
+// `body`, of a table; `last`, what a long line goes on in. Functions return the next `at`, a parent and its new child.
 
 const line = (text, tag = "span") => make(tag, { class: "line" }, ...spans(text));
 const cells = (text) => text.replace(/^\||\|$/g, "").split(/(?<!\\)\|/).map((cell) => cell.trim().replaceAll("\\|", "|"));

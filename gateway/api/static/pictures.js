@@ -1,19 +1,12 @@
 // The pictures of the next message: chosen, pasted or dropped, shown small, and sent as data URLs.
 
-import { button, find, list, make, say } from "./elements.js";
+import { button, dataUrl, find, list, make, onFiles, say } from "./elements.js";
 import { decimal } from "./readings.js";
 
 const mib = (bytes) => `${decimal(bytes / 2 ** 20)} MiB`;
 
 /** Make a picture's element. Its address is a `blob:`, the only one that the page may show. */
 export const picture = ({ file, url }) => make("img", { src: url, alt: file.name });
-
-async function dataUrl({ file }) {
-  const reader = new FileReader();
-  reader.readAsDataURL(file);
-  await new Promise((done, fail) => Object.assign(reader, { onload: done, onerror: () => fail(reader.error) }));
-  return reader.result;
-}
 
 /** Let a form take pictures while its chosen model reads them; `tell` says what is wrong with one. */
 export function takePictures(form, tell) {
@@ -56,22 +49,15 @@ export function takePictures(form, tell) {
   model.addEventListener("change", () => offer());
   chooser.addEventListener("click", () => input.click());
   input.addEventListener("change", () => add(input.files));
-  form.addEventListener("dragover", (event) => event.preventDefault());
-  for (const [name, given] of [["paste", "clipboardData"], ["drop", "dataTransfer"]]) {
-    form.addEventListener(name, (event) => {
-      // Office programs put a picture of a copied text beside the text.
-      if (!event[given].files.length || event[given].types.includes("text/plain")) return;
-      event.preventDefault();
-      add(event[given].files);
-    });
-  }
+  onFiles(form, add);
 
   /** Return the pictures, which the form then has no more, and a message's content: them and its text. */
   async function take(words) {
     if (chosen.length && !isOffered()) throw new Error("This model reads no pictures: remove them, or choose another model.");
     const taken = chosen;
     show([]);
-    const parts = (await Promise.all(taken.map(dataUrl))).map((url) => ({ type: "image_url", image_url: { url } }));
+    const urls = await Promise.all(taken.map(({ file }) => dataUrl(file)));
+    const parts = urls.map((url) => ({ type: "image_url", image_url: { url } }));
     return [taken, parts.length ? [...parts, { type: "text", text: words }] : words];
   }
 

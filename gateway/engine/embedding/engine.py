@@ -36,8 +36,9 @@ from gateway.engine.embedding.pooling import (
 )
 from gateway.engine.embedding.rotary_bert import Gte, JinaV3, NomicBert
 from gateway.engine.embedding.tokenizer import TextTokenizer, load_text_tokenizer
-from gateway.engine.models.checkpoint import Checkpoint, join_names, read_in_slices
+from gateway.engine.models.checkpoint import Checkpoint, read_in_slices
 from gateway.engine.models.context import text_context
+from gateway.engine.models.folder import join_names
 from gateway.errors import BadRequest, ContextLengthExceeded, EngineFailed
 
 if TYPE_CHECKING:

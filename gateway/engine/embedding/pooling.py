@@ -13,8 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from gateway.engine.embedding.bert import Dense, make_dense
-from gateway.engine.models.checkpoint import Checkpoint, dequantize, fit_weights, join_names
+from gateway.engine.models.checkpoint import Checkpoint, dequantize, fit_weights
 from gateway.engine.models.encoder_kernels import Activation
+from gateway.engine.models.folder import join_names
 
 INSIDE: Final = "dense."  # prefix of linear layers in the model's own weight file
 _VECTOR: Final = "sentence_embedding"

@@ -107,10 +107,7 @@ def read_chat_setup(
     if isinstance(checkpoint, Checkpoint):
         notes += list_notes(config, max_context)
         if image_sandbox is not None:
-            token_id = chat.backend.token_to_id
-            images = read_image_format(
-                checkpoint, image_sandbox, vocab_size, limit, token_id, notes.append, image_secret
-            )
+            images = read_image_format(checkpoint, image_sandbox, limit, notes.append, image_secret)
     return ChatSetup(
         checkpoint,
         chat,

@@ -18,5 +18,6 @@ family_defaults  transformers' default values for a config
 context          the most tokens that a model takes
 counts           bounds for the sizes in a config
 kv_costs         the bytes of KV that a sequence needs
-checkpoint       a model's JSON files and weights, and the memory that they need
+checkpoint       a model's weights, and the memory that they need
+folder           a model's JSON files, and the headers of its weights
 """

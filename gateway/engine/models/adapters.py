@@ -18,8 +18,9 @@ from mlx.nn.layers.quantized import QuantizedLinear
 from mlx.utils import tree_unflatten
 
 from gateway.engine.device import evaluate
-from gateway.engine.models.checkpoint import SLICE_BYTES, Checkpoint, Tensor, join_names
+from gateway.engine.models.checkpoint import SLICE_BYTES, Checkpoint
 from gateway.engine.models.decoders import floating_dtype
+from gateway.engine.models.folder import Tensor, join_names
 from gateway.engine.models.missing_kernels import can_gather, dimensions
 from gateway.jobs.chat import Adapter
 

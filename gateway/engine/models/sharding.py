@@ -13,8 +13,9 @@ from typing import Any, Literal, Protocol
 import mlx.core as mx
 import numpy as np
 
-from gateway.engine.models.checkpoint import Checkpoint, Listing, Tensor
+from gateway.engine.models.checkpoint import Checkpoint, Listing
 from gateway.engine.models.counts import text_config
+from gateway.engine.models.folder import Tensor
 from gateway.errors import ModelLoadFailed
 
 Parallel = Literal["tensor", "pipeline"]

@@ -3,7 +3,9 @@
 sight          the images of sequences, encoded once and read with their prompts
 features       a cache of images' features
 towers         loading of a checkpoint's vision tower
-kinds          the declaration of each family
+kinds          the classes of each family
+image_setup    the decision whether and how a model reads images; without mlx
+tower_numbers  the numbers of towers in config.json; without mlx
 overlay        Gemma's decoders, with masks that open images
 reading        a decoder of mlx-lm's that reads features
 rotation       M-RoPE instead of a decoder's rope

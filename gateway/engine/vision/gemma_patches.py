@@ -4,10 +4,18 @@ import math
 from dataclasses import dataclass
 from typing import Any, Final
 
-from gateway.engine.models.checkpoint import Checkpoint
-from gateway.engine.vision.patches import FILTERS, MOST_SIDE, Patches, read_processor, read_triple
+from gateway.engine.models.folder import Folder
+from gateway.engine.vision.patches import (
+    MOST_EDGE,
+    MOST_SIDE,
+    SOFT_TOKENS,
+    Patches,
+    read_count,
+    read_levels,
+    read_processor,
+    read_size,
+)
 
-SOFT_TOKENS: Final = (70, 140, 280, 560, 1120)  # the most tokens of an image of Gemma 4
 _RAISED: Final = 2048  # above this limit, images of Gemma 4 may have the most tokens of all
 GEMMA3_DEFAULTS: Final[dict[str, Any]] = {
     "size": {"height": 224, "width": 224},
@@ -57,44 +65,31 @@ class GemmaPatches(Patches):
         return wide * block, high * block
 
 
-def read_gemma3(checkpoint: Checkpoint) -> GemmaPatches:
+def read_gemma3(checkpoint: Folder) -> GemmaPatches:
     """Read a Gemma 3 checkpoint's image settings. Raises ModelLoadFailed."""
     with checkpoint.blame("its image processor: "):
         given = {**GEMMA3_DEFAULTS, **read_processor(checkpoint, "do_normalize")}
         if given.get("do_pan_and_scan"):
             raise ValueError("do_pan_and_scan is true, which is not supported")
-        config = checkpoint.config()
-        side, patch = given["size"]["height"], config["vision_config"]["patch_size"]
-        tokens = config.get("mm_tokens_per_image", 256)
+        config, size = checkpoint.config(), read_size(given)
+        side = read_count(size, "height", MOST_EDGE)
+        patch = read_count(config["vision_config"], "patch_size", MOST_SIDE)
+        tokens = read_count({"mm_tokens_per_image": 256, **config}, "mm_tokens_per_image", side**2)
         merge = side // patch // math.isqrt(tokens)
-        if side != given["size"]["width"] or (merge * patch) ** 2 * tokens != side**2:
+        if side != size["width"] or (merge * patch) ** 2 * tokens != side**2:
             raise ValueError(f"size is not of {tokens} tokens in a square")
-        return _make(given, patch, merge, side, tokens)
+        return GemmaPatches(patch, merge, 1, **read_levels(given), side=side, usual_tokens=tokens)
 
 
-def read_gemma4(checkpoint: Checkpoint) -> GemmaPatches:
+def read_gemma4(checkpoint: Folder) -> GemmaPatches:
     """Read a Gemma 4 checkpoint's image settings. Raises ModelLoadFailed."""
     with checkpoint.blame("its image processor: "):
         given = {**GEMMA4_DEFAULTS, **read_processor(checkpoint)}
         tokens = given["max_soft_tokens"]
-        if tokens not in SOFT_TOKENS:
-            raise ValueError(f"max_soft_tokens is none of {SOFT_TOKENS}")
+        if type(tokens) is not int or tokens not in SOFT_TOKENS:
+            raise ValueError(f"max_soft_tokens is {tokens!r:.40}, none of {SOFT_TOKENS}")
         if not given["do_normalize"]:
             given |= {name: GEMMA4_DEFAULTS[name] for name in ("image_mean", "image_std")}
-        return _make(given, given["patch_size"], given["pooling_kernel_size"], None, tokens)
-
-
-def _make(
-    given: dict[str, Any], patch: int, merge: int, side: int | None, tokens: int
-) -> GemmaPatches:
-    for number in (patch, merge):
-        if type(number) is not int or not 1 <= number <= MOST_SIDE:
-            raise ValueError(f"patch_size and the side of a token are 1 to {MOST_SIDE}")
-    if side is not None and not 1 <= side <= 1 << 13:
-        raise ValueError("size is no number of pixels")
-    if given["resample"] not in range(len(FILTERS)):
-        raise ValueError("resample is no filter of Pillow's")
-    mean, std = (read_triple(given, name) for name in ("image_mean", "image_std"))
-    scale = float(given["rescale_factor"])
-    resample = FILTERS[given["resample"]]
-    return GemmaPatches(patch, merge, 1, mean, std, scale, resample, side, tokens)
+        patch = read_count(given, "patch_size", MOST_SIDE)
+        merge = read_count(given, "pooling_kernel_size", MOST_SIDE)
+        return GemmaPatches(patch, merge, 1, **read_levels(given), side=None, usual_tokens=tokens)

@@ -66,6 +66,7 @@ class Gemma4Decoder(Gemma3Decoder):
         kinds = [layer.layer_type for layer in model.layers]
         self.keeps_whole = text.get("use_bidirectional_attention") == "vision"
         self._is_open = [self.keeps_whole and kind == "sliding_attention" for kind in kinds]
+        self.window = text.get("sliding_window")
 
     def fit(self, features: mx.array, dtype: mx.Dtype) -> mx.array:
         scale = self._scale.astype(dtype).astype(mx.float32)  # mlx-lm's, in the embeddings' type

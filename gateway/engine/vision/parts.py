@@ -1,16 +1,24 @@
 """The work of a tower in parts, so that other work gets the lane in between."""
 
 import time
-from collections.abc import Callable, Generator, Sequence
-from typing import Any, Final, Protocol
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any, ClassVar, Final
 
 import mlx.core as mx
 import numpy as np
+from mlx.nn.layers.activations import gelu, gelu_approx, silu
 from mlx.nn.layers.base import Module
 from mlx.nn.layers.linear import Linear
 
 from gateway.engine.device import evaluate
-from gateway.engine.models.encoder_kernels import Activation
+from gateway.engine.models.encoder_kernels import (
+    Activation,
+    attend_by_numpy,
+    gelu_by_numpy,
+    silu_by_numpy,
+)
+from gateway.engine.vision.patches import CHANNELS
+from gateway.engine.vision.tower_numbers import TowerNumbers
 
 Grid = tuple[int, int]  # rows and columns of patches
 Angles = tuple[mx.array, mx.array]  # cosines and sines, (patches, half a head)
@@ -24,6 +32,13 @@ MOST_PATCHES: Final = 512  # the most patches of a part
 LEAST_SCORES: Final = 1 << 14
 MOST_SCORES: Final = 1 << 25
 HELD: Final = 8  # a layer's arrays that exist at once: input, projections and output
+ACTIVATIONS: Final[Mapping[str, Activation]] = {
+    "silu": silu,
+    "gelu": gelu,
+    "gelu_pytorch_tanh": gelu_approx,
+}
+# Functions for float32 on a CPU, where mlx computes exp and tanh slowly.
+_BY_NUMPY: Final = ((silu, silu_by_numpy), (gelu_approx, gelu_by_numpy))
 
 
 class Pace:
@@ -44,30 +59,124 @@ class Pace:
             self._size = min(self._most, 2 * self._size)
 
 
-class Layer(Protocol):
-    """A layer of a tower."""
+class Attention(Module):
+    """Attention among patches. Its arrays have the names of most families."""
+
+    input_names: ClassVar[tuple[str, ...]] = ("q_proj", "k_proj", "v_proj")
+    output_name = "o_proj"
+
+    def __init__(
+        self, numbers: TowerNumbers, *, has_bias: bool = False, linear: Any = Linear
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.kernel: Kernel = attend
+        self._heads, self._scale = numbers.heads, numbers.head**-0.5
+        width = numbers.heads * numbers.head
+        for name in self.input_names:
+            each = 3 * width // len(self.input_names)
+            self[name] = linear(numbers.hidden, each, bias=has_bias)
+        self[self.output_name] = linear(width, numbers.hidden, bias=has_bias)
+
+    def project(self, x: mx.array, angles: Angles) -> mx.array:
+        """Return queries and keys, rotated, and values, (3, heads, patches, size)."""
+        parts = mx.stack([self.q_proj(x), self.k_proj(x), self.v_proj(x)])
+        heads = parts.reshape(3, len(x), self._heads, -1).transpose(0, 2, 1, 3)
+        return rotate(heads, angles) if angles[0].size else heads
+
+    def attend(
+        self, queries: mx.array, keys: mx.array, values: mx.array, window: int | None
+    ) -> mx.array:
+        """Return (patches, hidden). With `window`, groups of patches attend to themselves."""
+        heads, count, size = queries.shape
+        parts = queries * self._scale, keys, values
+        if window is not None:
+            queries, keys, values = (each.reshape(-1, window, size) for each in parts)
+            parts = queries, keys, values
+        attended = self.kernel(*parts).reshape(heads, count, size)
+        output: mx.array = self[self.output_name](attended.swapaxes(0, 1).reshape(count, -1))
+        return output
+
+
+class Layer(Module):
+    """A layer of a tower, whose parts have the `names` of a family."""
+
+    # The norm before attention, attention, the norm before the products, and these.
+    names: ClassVar[tuple[str, str, str, str]]
+
+    def __init__(self, norms: Sequence[Module], attention: Module, mlp: Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        for name, module in zip(self.names, (norms[0], attention, norms[1], mlp), strict=True):
+            self[name] = module
 
     def project(self, x: mx.array, angles: Angles) -> mx.array:
         """Return rotated queries and keys, and values, (3, heads, patches, size)."""
+        first, attention, _, _ = (self[name] for name in self.names)
+        projected: mx.array = attention.project(first(x), angles)
+        return projected
 
     def attend(
         self, x: mx.array, queries: mx.array, keys: mx.array, values: mx.array, window: int | None
     ) -> mx.array:
-        """Return the layer's output, (patches, hidden), for some queries.
+        """Return the layer's output, (patches, hidden), for some queries."""
+        _, attention, second, mlp = (self[name] for name in self.names)
+        x = x + attention.attend(queries, keys, values, window)
+        output: mx.array = x + mlp(second(x))
+        return output
 
-        With `window`, groups of `window` patches attend to themselves.
-        """
+
+class Layers(Module):
+    """The layers of a tower that names them so."""
+
+    def __init__(self, layers: Sequence[Layer]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.layers = [*layers]
 
 
 class PartedTower(Module):
     """A tower that encodes one image at a time, in steps."""
 
-    def __init__(self, heads: int, merged: int) -> None:
-        """`merged` is a token's number of patches."""
+    depth = 1  # features of a token
+    projection: ClassVar[str]  # the name of the projection of patches, a matrix product
+
+    def __init__(self, numbers: TowerNumbers, unused: tuple[str, ...] = ()) -> None:
+        """`unused` are beginnings and ends of the names of arrays that are not read."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self._heads, self._merged = heads, merged
+        self.numbers, self.dtype = numbers, mx.float32
+        self._unused = unused
+        self._heads, self._merged = numbers.heads, numbers.merge**2
         self._light = Pace(4, 128, MOST_PATCHES)  # in patches
         self._heavy = Pace(LEAST_SCORES, 1 << 18, MOST_SCORES)  # in scores
+
+    @property
+    def token_bytes(self) -> int:
+        """Return the most bytes that an image's token takes while it is encoded and read."""
+        numbers = self.numbers
+        width = max(numbers.hidden, numbers.heads * numbers.head)
+        return self.dtype.size * (width * self._merged * HELD + numbers.output * self.depth)
+
+    def arrange(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a checkpoint's arrays by the tower's names, its convolution as a matrix."""
+        named = {
+            name: each
+            for name, each in arrays.items()
+            if not (name.startswith(self._unused) or name.endswith(self._unused))
+        }
+        kernel = named.get(self.projection)
+        if isinstance(kernel, mx.array) and kernel.ndim > 2:
+            # (hidden, channels, …, rows, columns), but mlx-vlm has channels last.
+            if kernel.shape[1] != CHANNELS or kernel.shape[-1] != self.numbers.patch:
+                kernel = mx.moveaxis(kernel, -1, 1)
+            named[self.projection] = kernel.reshape(len(kernel), -1)
+        return named
+
+    def compute_on_cpu(self) -> None:
+        """Use the functions for float32 on a CPU."""
+        for module in self.modules():  # type: ignore[no-untyped-call]
+            if hasattr(module, "kernel"):
+                module.kernel = attend_by_numpy
+            for slow, quick in _BY_NUMPY:
+                if getattr(module, "activation", None) is slow:
+                    module.activation = quick
 
     def _pass_layer(
         self, layer: Layer, x: mx.array, angles: Angles, windows: Runs | None = None
@@ -139,18 +248,6 @@ def attend(queries: mx.array, keys: mx.array, values: mx.array) -> mx.array:
     return attended[0]
 
 
-def attend_in(
-    kernel: Kernel, queries: mx.array, keys: mx.array, values: mx.array, window: int | None
-) -> mx.array:
-    """Return (patches, hidden) of queries, (heads, patches, size), not scaled yet."""
-    heads, count, size = queries.shape
-    parts = queries * size**-0.5, keys, values
-    if window is not None:
-        queries, keys, values = (each.reshape(-1, window, size) for each in parts)
-        parts = queries, keys, values
-    return kernel(*parts).reshape(heads, count, size).transpose(1, 0, 2).reshape(count, -1)
-
-
 def rotate(projected: mx.array, angles: Angles) -> mx.array:
     """Return queries, keys and values, (3, heads, patches, size), with the first two rotated."""
     first, second = mx.split(projected[:2].astype(mx.float32), 2, axis=-1)
@@ -168,15 +265,42 @@ def places(grid: Grid, merge: int) -> tuple[Any, Any]:
     return row.reshape(-1), column.reshape(-1)
 
 
+def turn(places: Sequence[Any], numbers: TowerNumbers) -> mx.array:
+    """Return the angles of patches at two places each, (patches, 2, a quarter of a head)."""
+    half = numbers.head // 2
+    frequencies = 1.0 / numbers.theta ** (mx.arange(0, half, 2) / half)
+    return mx.array(np.stack(places, 1).astype(np.float32))[..., None] * frequencies
+
+
+class Mlp(Module):
+    """Two products with an activation between them."""
+
+    names = ("fc1", "fc2")
+
+    def __init__(self, numbers: TowerNumbers) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.activation = ACTIVATIONS[numbers.activation]
+        first, second = self.names
+        self[first] = Linear(numbers.hidden, numbers.inner)
+        self[second] = Linear(numbers.inner, numbers.hidden)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        first, second = (self[name] for name in self.names)
+        output: mx.array = second(self.activation(first(x)))
+        return output
+
+
 class GatedMlp(Module):
     """Two products of a patch, one of them activated, whose product is projected."""
 
-    def __init__(self, hidden: int, inner: int, *, bias: bool, activation: Activation) -> None:
+    def __init__(
+        self, numbers: TowerNumbers, *, has_bias: bool = False, linear: Any = Linear
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.activation = activation
-        self.gate_proj = Linear(hidden, inner, bias=bias)
-        self.up_proj = Linear(hidden, inner, bias=bias)
-        self.down_proj = Linear(inner, hidden, bias=bias)
+        self.activation = ACTIVATIONS[numbers.activation]
+        self.gate_proj = linear(numbers.hidden, numbers.inner, bias=has_bias)
+        self.up_proj = linear(numbers.hidden, numbers.inner, bias=has_bias)
+        self.down_proj = linear(numbers.inner, numbers.hidden, bias=has_bias)
 
     def __call__(self, x: mx.array) -> mx.array:
         output: mx.array = self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))

@@ -8,7 +8,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from gateway.engine.models.checkpoint import Checkpoint
+from gateway.engine.models.folder import Folder
 
 Triple: TypeAlias = tuple[float, float, float]
 
@@ -17,7 +17,9 @@ FILTERS: Final = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
 MOST_SIDE: Final = 256  # limit of patch_size, merge_size and temporal_patch_size
 MOST_PIXELS: Final = 1 << 28
 MOST_EDGE: Final = 1 << 14
+MOST_LEVEL: Final = 1e6  # limit of the numbers that pixels are scaled by
 CHANNELS: Final = 3
+SOFT_TOKENS: Final = (70, 140, 280, 560, 1120)  # the most tokens of an image of Gemma 4
 # transformers' defaults.
 QWEN_DEFAULTS: Final = {
     "shortest_edge": 56 * 56,
@@ -44,6 +46,15 @@ class Patches:
     std: Triple
     scale: float  # multiplies a byte before the mean is subtracted
     resample: str
+
+    @property
+    def most_tokens(self) -> int:
+        """Return the most tokens of an image."""
+        raise NotImplementedError
+
+    def size(self, width: int, height: int, max_tokens: int | None = None) -> tuple[int, int]:
+        """Return the width and height to decode an image to."""
+        raise NotImplementedError
 
     def grid(self, width: int, height: int) -> tuple[int, int]:
         """Return the rows and columns of patches."""
@@ -148,24 +159,24 @@ def smart_resize(width: int, height: int, block: int, least: int, most: int) -> 
     return wide * block, high * block
 
 
-def read_qwen(checkpoint: Checkpoint) -> QwenPatches:
+def read_qwen(checkpoint: Folder) -> QwenPatches:
     """Read a Qwen checkpoint's image settings. Raises ModelLoadFailed."""
     with checkpoint.blame("its image processor: "):
         present = read_processor(checkpoint, "do_normalize")
-        given = {**QWEN_DEFAULTS, **present.get("size", {}), **present}
+        given = {**QWEN_DEFAULTS, **read_size(present), **present}
         least = "min_pixels" if "min_pixels" in given else "shortest_edge"
         most = "max_pixels" if "max_pixels" in given else "longest_edge"
         return QwenPatches(
-            patch=_count(given, "patch_size", MOST_SIDE),
-            merge=_count(given, "merge_size", MOST_SIDE),
-            frames=_count(given, "temporal_patch_size", MOST_SIDE),
-            least_pixels=_count(given, least, MOST_PIXELS),
-            most_pixels=_count(given, most, MOST_PIXELS),
-            **_levels(given),
+            patch=read_count(given, "patch_size", MOST_SIDE),
+            merge=read_count(given, "merge_size", MOST_SIDE),
+            frames=read_count(given, "temporal_patch_size", MOST_SIDE),
+            least_pixels=read_count(given, least, MOST_PIXELS),
+            most_pixels=read_count(given, most, MOST_PIXELS),
+            **read_levels(given),
         )
 
 
-def read_pixtral(checkpoint: Checkpoint) -> PixtralPatches:
+def read_pixtral(checkpoint: Folder) -> PixtralPatches:
     """Read a checkpoint's image settings, of Pixtral's processor. Raises ModelLoadFailed."""
     processor, config = checkpoint.read_object("processor_config.json"), checkpoint.config()
     with checkpoint.blame("its image processor: "):
@@ -173,19 +184,19 @@ def read_pixtral(checkpoint: Checkpoint) -> PixtralPatches:
         # The processor's keys count, and its image processor's patch_size does not.
         sizes = {"patch_size": 16, "spatial_merge_size": 1, **config["vision_config"], **config}
         sizes |= {name: processor[name] for name in _PIXTRAL_SIZES & processor.keys()}
-        given = {**QWEN_DEFAULTS, **present.get("size", {"longest_edge": 1024}), **present}
-        if "longest_edge" not in present.get("size", given):
+        size = read_size(present) or {"longest_edge": 1024}
+        if "longest_edge" not in size:
             raise ValueError("its size has no longest_edge, and others are not supported")
         return PixtralPatches(
-            patch=_count(sizes, "patch_size", MOST_SIDE),
-            merge=_count(sizes, "spatial_merge_size", MOST_SIDE),
+            patch=read_count(sizes, "patch_size", MOST_SIDE),
+            merge=read_count(sizes, "spatial_merge_size", MOST_SIDE),
             frames=1,
-            longest_edge=_count(given, "longest_edge", MOST_EDGE),
-            **_levels(given),
+            longest_edge=read_count(size, "longest_edge", MOST_EDGE),
+            **read_levels({**QWEN_DEFAULTS, **present}),
         )
 
 
-def read_processor(checkpoint: Checkpoint, *required: str) -> dict[str, Any]:
+def read_processor(checkpoint: Folder, *required: str) -> dict[str, Any]:
     """Return the written settings of an image processor. Raises ModelLoadFailed and ValueError."""
     written = checkpoint.read_object("processor_config.json").get("image_processor")
     if written is None:
@@ -198,26 +209,35 @@ def read_processor(checkpoint: Checkpoint, *required: str) -> dict[str, Any]:
     return {key: each for key, each in written.items() if each is not None}
 
 
-def _levels(given: dict[str, Any]) -> dict[str, Any]:
+def read_size(present: dict[str, Any]) -> dict[str, Any]:
+    size = present.get("size", {})
+    if not isinstance(size, dict):
+        raise ValueError(f"size is {size!r:.40}, no object")
+    return size
+
+
+def read_levels(given: dict[str, Any]) -> dict[str, Any]:
+    """Return how a byte's values are scaled, and how pixels are."""
     return {
-        "mean": read_triple(given, "image_mean"),
-        "std": read_triple(given, "image_std"),
-        "scale": read_triple(given, "rescale_factor")[0],
-        "resample": FILTERS[_count(given, "resample", len(FILTERS) - 1, least=0)],
+        "mean": _read_triple(given, "image_mean", -MOST_LEVEL),
+        "std": _read_triple(given, "image_std", 1 / MOST_LEVEL),
+        "scale": _read_triple(given, "rescale_factor", 1 / MOST_LEVEL)[0],
+        "resample": FILTERS[read_count(given, "resample", len(FILTERS) - 1, least=0)],
     }
 
 
-def _count(given: dict[str, Any], key: str, most: int, least: int = 1) -> int:
+def read_count(given: dict[str, Any], key: str, most: int, least: int = 1) -> int:
     value = given[key]
     if type(value) is not int or not least <= value <= most:
-        raise ValueError(f"{key} is no number from {least} to {most}")
+        raise ValueError(f"{key} is {value!r:.40}, no number from {least} to {most}")
     return value
 
 
-def read_triple(given: dict[str, Any], key: str) -> Triple:
+def _read_triple(given: dict[str, Any], key: str, least: float) -> Triple:
     value = given[key]
-    listed = [float(each) for each in (value if isinstance(value, list | tuple) else [value] * 3)]
-    is_divisor = key != "image_mean"
-    if len(listed) != 3 or not all(map(math.isfinite, listed)) or (is_divisor and 0.0 in listed):
-        raise ValueError(f"{key} is no number, or three, to compute with")
-    return listed[0], listed[1], listed[2]
+    listed = value if isinstance(value, list | tuple) else [value] * 3
+    are_numbers = all(type(each) in (int, float) for each in listed)
+    if len(listed) != 3 or not are_numbers or not all(least <= x <= MOST_LEVEL for x in listed):
+        raise ValueError(f"{key} is {value!r:.60}, not one or three numbers to compute with")
+    first, second, third = map(float, listed)
+    return first, second, third

@@ -11,9 +11,9 @@ from typing import Final
 from gateway.engine.models.checkpoint import Checkpoint
 from gateway.engine.sandbox_worker import Sandbox
 from gateway.engine.vision.features import Recent
-from gateway.engine.vision.kinds import Marks, Preprocessing, kind_of, read_marks
+from gateway.engine.vision.image_setup import Marks, has_tower, read_image_setup
+from gateway.engine.vision.patches import Patches
 from gateway.engine.vision.pictures import decode, measure
-from gateway.engine.vision.towers import tower_tensors
 from gateway.errors import BadRequest, ContextLengthExceeded, ModelLoadFailed
 from gateway.jobs.images import FIRST_IMAGE_ID, Detail, ImageInput, ImageSpan
 
@@ -56,7 +56,7 @@ class _Plan:
 class ImageFormat:
     """A model's preparation of images, and their tokens in a prompt."""
 
-    patches: Preprocessing
+    patches: Patches
     marks: Marks
     sandbox: Sandbox
     max_context: int
@@ -111,27 +111,21 @@ class ImageFormat:
 def read_image_format(
     checkpoint: Checkpoint,
     sandbox: Sandbox,
-    vocab_size: int,
     max_context: int,
-    token_id: Callable[[str], int | None],
     note: Callable[[str], None],
     secret: bytes | None = None,
 ) -> ImageFormat | None:
     """Return how a checkpoint's model reads images; None if it has no vision tower, or one that
     cannot be used. `note` is called with the reason.
     """
-    if not tower_tensors(checkpoint):
+    if not has_tower(checkpoint):
         return None
-    config = checkpoint.config()
     try:
-        marks = read_marks(checkpoint, vocab_size, token_id)
-        if marks is None:
-            raise checkpoint.failed("config.json has no ids of the tokens around images")
-        patches = kind_of(config).read_images(checkpoint)
-        return ImageFormat(patches, marks, sandbox, max_context, secret or _SECRET)
+        setup = read_image_setup(checkpoint)
     except ModelLoadFailed as error:
         note(f"It reads no images: {error.message}")
         return None
+    return ImageFormat(setup.patches, setup.marks, sandbox, max_context, secret or _SECRET)
 
 
 def place_images(

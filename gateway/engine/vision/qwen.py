@@ -3,164 +3,77 @@
 Source: transformers' `Qwen3VLVisionModel`, with the same names.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Final
+import math
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx.nn.layers.activations import gelu, gelu_approx
+from mlx.nn.layers.activations import gelu
 from mlx.nn.layers.base import Module
 from mlx.nn.layers.embedding import Embedding
 from mlx.nn.layers.linear import Linear
 from mlx.nn.layers.normalization import LayerNorm
 
-from gateway.engine.models.counts import MOST_WIDTH
-from gateway.engine.models.encoder_kernels import attend_by_numpy, gelu_by_numpy
 from gateway.engine.vision.parts import (
-    HELD,
     Angles,
+    Attention,
     Grid,
-    Kernel,
+    Layer,
+    Mlp,
     PartedTower,
     Work,
-    attend,
-    attend_in,
     places,
     rotate,
+    turn,
 )
-from gateway.engine.vision.patches import CHANNELS
-
-EPS: Final = 1e-6
-_THETA: Final = 10000.0
+from gateway.engine.vision.tower_numbers import TowerNumbers
 
 
-@dataclass(frozen=True, slots=True)
-class QwenVision:
-    """The settings in `vision_config` of config.json."""
-
-    layers: ClassVar = "blocks."  # begins the names of layers' arrays
-
-    depth: int
-    hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    patch_size: int
-    out_hidden_size: int
-    num_position_embeddings: int  # a square grid of learned positions
-    in_channels: int = 3
-    temporal_patch_size: int = 2
-    spatial_merge_size: int = 2  # patches per side of a token
-    deepstack: tuple[int, ...] = ()  # layers whose output is added to the decoder's first layers
-
-    @classmethod
-    def read(cls, config: Mapping[str, Any]) -> "QwenVision":
-        """Read the settings. Raises KeyError, TypeError and ValueError."""
-        names = {each.name for each in fields(cls)} & config.keys()
-        deepstack = tuple(map(int, config.get("deepstack_visual_indexes") or ()))
-        numbers = cls(**{name: int(config[name]) for name in names}, deepstack=deepstack)
-        side = round(numbers.num_position_embeddings**0.5)
-        if min(getattr(numbers, name) for name in names) < 1:
-            raise ValueError("a size of vision_config is below 1")
-        if numbers.hidden_size % (4 * numbers.num_heads):
-            raise ValueError("hidden_size of vision_config is no multiple of 4 × num_heads")
-        if side * side != numbers.num_position_embeddings:
-            raise ValueError("num_position_embeddings of vision_config is no square")
-        if max(numbers.patch_numbers, numbers.token_numbers) > MOST_WIDTH:
-            raise ValueError("patch_size or spatial_merge_size of vision_config is too large")
-        if not {*deepstack} <= {*range(numbers.depth)}:
-            raise ValueError("deepstack_visual_indexes of vision_config name no layers")
-        if len({*deepstack}) < len(deepstack):
-            raise ValueError("deepstack_visual_indexes of vision_config name a layer twice")
-        return numbers
-
-    def arrange(self, arrays: Mapping[str, mx.array]) -> dict[str, mx.array]:
-        """Return a tower's arrays with the projection of patches as a matrix."""
-        old, new = "patch_embed.proj.", "patch_embed."
-        products = {name.replace(old, new): each for name, each in arrays.items()}
-        name = "patch_embed.weight"
-        projection = products.get(name)
-        # (hidden, channels, frames, rows, columns), but mlx-vlm has channels last.
-        if projection is not None and projection.ndim == 5:
-            if projection.shape[1] != self.in_channels:
-                projection = projection.transpose(0, 4, 1, 2, 3)
-            products[name] = projection.reshape(len(projection), -1)
-        return products
-
-    def open(self) -> "QwenTower":
-        return QwenTower(self)
-
-    @property
-    def patch_numbers(self) -> int:
-        return self.in_channels * self.temporal_patch_size * self.patch_size**2
-
-    @property
-    def token_numbers(self) -> int:
-        return self.hidden_size * self.spatial_merge_size**2
-
-
-class _Attention(Module):
-    def __init__(self, numbers: QwenVision) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        size = numbers.hidden_size
-        self._heads = numbers.num_heads
-        self.kernel: Kernel = attend
-        self.qkv = Linear(size, 3 * size)
-        self.proj = Linear(size, size)
+class _Attention(Attention):
+    input_names = ("qkv",)
+    output_name = "proj"
 
     def project(self, x: mx.array, angles: Angles) -> mx.array:
         """Return queries and keys, rotated, and values, (3, heads, patches, size)."""
         projected = self.qkv(x).reshape(len(x), 3, self._heads, -1).transpose(1, 2, 0, 3)
         return rotate(projected, angles)
 
-    def attend(
-        self, queries: mx.array, keys: mx.array, values: mx.array, window: int | None
-    ) -> mx.array:
-        output: mx.array = self.proj(attend_in(self.kernel, queries, keys, values, window))
-        return output
+
+class _Mlp(Mlp):
+    names = ("linear_fc1", "linear_fc2")
 
 
-class _Mlp(Module):
-    def __init__(self, numbers: QwenVision) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.activation: Callable[[mx.array], mx.array] = gelu_approx
-        self.linear_fc1 = Linear(numbers.hidden_size, numbers.intermediate_size)
-        self.linear_fc2 = Linear(numbers.intermediate_size, numbers.hidden_size)
-
-    def __call__(self, x: mx.array) -> mx.array:
-        output: mx.array = self.linear_fc2(self.activation(self.linear_fc1(x)))
-        return output
-
-
-class Block(Module):
+class Block(Layer):
     """A layer of the tower."""
 
-    def __init__(self, numbers: QwenVision, norm: Any = LayerNorm, mlp: Any = None) -> None:
+    names = ("norm1", "attn", "norm2", "mlp")
+
+    def __init__(self, numbers: TowerNumbers, norm: Any = LayerNorm, mlp: Any = _Mlp) -> None:
+        norms = [norm(numbers.hidden, eps=numbers.eps) for _ in range(2)]
+        super().__init__(norms, _Attention(numbers, has_bias=True), mlp(numbers))
+
+
+class Projection(Module):
+    """The projection of patches, which are whole frames of pixels."""
+
+    def __init__(self, numbers: TowerNumbers, *, has_bias: bool = True) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.norm1 = norm(numbers.hidden_size, eps=EPS)
-        self.norm2 = norm(numbers.hidden_size, eps=EPS)
-        self.attn = _Attention(numbers)
-        self.mlp = _Mlp(numbers) if mlp is None else mlp
+        width = numbers.channels * numbers.frames * numbers.patch**2
+        self.proj = Linear(width, numbers.hidden, bias=has_bias)
 
-    def project(self, x: mx.array, angles: Angles) -> mx.array:
-        return self.attn.project(self.norm1(x), angles)
-
-    def attend(
-        self, x: mx.array, queries: mx.array, keys: mx.array, values: mx.array, window: int | None
-    ) -> mx.array:
-        x = x + self.attn.attend(queries, keys, values, window)
-        output: mx.array = x + self.mlp(self.norm2(x))
-        return output
+    def __call__(self, patches: mx.array) -> mx.array:
+        projected: mx.array = self.proj(patches)
+        return projected
 
 
 class _Merger(Module):
-    def __init__(self, numbers: QwenVision, *, is_deep: bool = False) -> None:
+    def __init__(self, numbers: TowerNumbers, *, is_deep: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._width = numbers.token_numbers
+        self._width = numbers.hidden * numbers.merge**2
         self._is_deep = is_deep
-        self.norm = LayerNorm(self._width if is_deep else numbers.hidden_size, eps=EPS)
+        self.norm = LayerNorm(self._width if is_deep else numbers.hidden, eps=numbers.eps)
         self.linear_fc1 = Linear(self._width, self._width)
-        self.linear_fc2 = Linear(self._width, numbers.out_hidden_size)
+        self.linear_fc2 = Linear(self._width, numbers.output)
 
     def __call__(self, x: mx.array) -> mx.array:
         if self._is_deep:
@@ -174,39 +87,16 @@ class _Merger(Module):
 class QwenTower(PartedTower):
     """A tower with its weights, which encodes one image at a time."""
 
-    def __init__(self, numbers: QwenVision) -> None:
-        super().__init__(numbers.num_heads, numbers.spatial_merge_size**2)
-        self.numbers = numbers
-        # The convolution over whole patches is one matrix product.
-        self.patch_embed = Linear(numbers.patch_numbers, numbers.hidden_size)
-        self.pos_embed = Embedding(numbers.num_position_embeddings, numbers.hidden_size)
-        self.blocks = [Block(numbers) for _ in range(numbers.depth)]
+    projection = "patch_embed.proj.weight"
+
+    def __init__(self, numbers: TowerNumbers) -> None:
+        super().__init__(numbers)
+        self.depth = 1 + len(numbers.deepstack)
+        self.patch_embed = Projection(numbers)
+        self.pos_embed = Embedding(numbers.positions, numbers.hidden)
+        self.blocks = [Block(numbers) for _ in range(numbers.layers)]
         self.merger = _Merger(numbers)
         self.deepstack_merger_list = [_Merger(numbers, is_deep=True) for _ in numbers.deepstack]
-
-    @property
-    def depth(self) -> int:
-        return 1 + len(self.numbers.deepstack)
-
-    def check_fit(self, patches: Any, decoder: Mapping[str, Any]) -> None:
-        """Raises ValueError for image settings or a decoder's config that don't fit."""
-        numbers = self.numbers
-        for name, own, other in (
-            ("patch_size", numbers.patch_size, patches.patch),
-            ("spatial_merge_size", numbers.spatial_merge_size, patches.merge),
-            ("temporal_patch_size", numbers.temporal_patch_size, patches.frames),
-            ("in_channels", numbers.in_channels, CHANNELS),
-            ("out_hidden_size", numbers.out_hidden_size, decoder["hidden_size"]),
-        ):
-            if own != other:
-                raise ValueError(f"{name} of vision_config is {own}, and other parts have {other}")
-        if len(numbers.deepstack) > decoder["num_hidden_layers"]:
-            raise ValueError("deepstack_visual_indexes are more than the decoder's layers")
-
-    def compute_on_cpu(self) -> None:
-        """Use the functions for float32 on a CPU, where mlx computes exp and tanh slowly."""
-        for block in self.blocks:
-            block.attn.kernel, block.mlp.activation = attend_by_numpy, gelu_by_numpy
 
     def encode(self, patches: mx.array, grid: Grid) -> Work:
         """Return an image's features, (tokens, 1 + DeepStack layers, decoder's hidden size), in
@@ -214,8 +104,9 @@ class QwenTower(PartedTower):
 
         `patches`, (patches, values), are ordered by token.
         """
-        rows, columns = places(grid, self.numbers.spatial_merge_size)
-        angles = self._angles(rows, columns)
+        rows, columns = places(grid, self.numbers.merge)
+        turns = turn((rows, columns), self.numbers).reshape(len(rows), -1)
+        angles = mx.cos(turns), mx.sin(turns)
 
         def embed(part: slice) -> mx.array:
             places = self._positions(rows[part], columns[part], grid)
@@ -235,21 +126,9 @@ class QwenTower(PartedTower):
     def _merge(self, merger: _Merger, x: mx.array) -> Work:
         return self._in_parts(len(x), lambda part: merger(x[part]))
 
-    @property
-    def token_bytes(self) -> int:
-        """Return the most bytes that an image's token takes while it is encoded and read."""
-        numbers, itemsize = self.numbers, self.dtype.size
-        patches = numbers.token_numbers * HELD
-        return itemsize * (patches + numbers.out_hidden_size * (1 + len(numbers.deepstack)))
-
-    @property
-    def dtype(self) -> mx.Dtype:
-        dtype: mx.Dtype = self.blocks[0].norm1.weight.dtype
-        return dtype
-
     def _positions(self, rows: Any, columns: Any, grid: Grid) -> mx.array:
         """Return interpolated learned positions, (patches, hidden)."""
-        side = round(self.numbers.num_position_embeddings**0.5)
+        side = math.isqrt(self.numbers.positions)
         below, across = _neighbours(rows, grid[0], side), _neighbours(columns, grid[1], side)
         total: mx.array | None = None
         for row, row_share in below:
@@ -259,14 +138,6 @@ class QwenTower(PartedTower):
                 total = part if total is None else total + part
         assert total is not None
         return total
-
-    def _angles(self, rows: Any, columns: Any) -> tuple[mx.array, mx.array]:
-        """Return cosines and sines, (patches, half a head), by row and then by column."""
-        half = self.numbers.hidden_size // self.numbers.num_heads // 2
-        frequencies = 1.0 / _THETA ** (mx.arange(0, half, 2) / half)
-        places = mx.array(np.stack([rows, columns], 1).astype(np.float32))
-        angles = (places[..., None] * frequencies).reshape(len(rows), -1)
-        return mx.cos(angles), mx.sin(angles)
 
 
 def _neighbours(places: Any, count: int, side: int) -> list[tuple[Any, Any]]:

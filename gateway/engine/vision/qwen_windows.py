@@ -3,56 +3,33 @@
 Source: transformers' `Qwen2_5_VisionTransformerPretrainedModel`, with the same names.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx.nn.layers.activations import gelu, silu
+from mlx.nn.layers.activations import gelu
 from mlx.nn.layers.base import Module
 from mlx.nn.layers.linear import Linear
 from mlx.nn.layers.normalization import RMSNorm
 from numpy.typing import NDArray
 
-from gateway.engine.models.encoder_kernels import attend_by_numpy, silu_by_numpy
-from gateway.engine.vision.parts import GatedMlp, Grid, PartedTower, Runs, Work, places
-from gateway.engine.vision.qwen import EPS, Block, QwenTower, QwenVision
+from gateway.engine.vision.parts import GatedMlp, Grid, PartedTower, Runs, Work, places, turn
+from gateway.engine.vision.qwen import Block, Projection
+from gateway.engine.vision.tower_numbers import TowerNumbers
 
 
-@dataclass(frozen=True, slots=True)
-class WindowVision(QwenVision):
-    """The settings in `vision_config` of config.json."""
-
-    num_position_embeddings: int = 1  # there are none
-    window_size: int = 112  # pixels per side
-    full: tuple[int, ...] = ()  # layers that attend to the whole image
-
-    @classmethod
-    def read(cls, config: Mapping[str, Any]) -> "WindowVision":
-        """Read the settings. Raises KeyError, TypeError and ValueError."""
-        numbers = super(WindowVision, cls).read(config)
-        assert isinstance(numbers, cls)
-        full = tuple(map(int, config.get("fullatt_block_indexes") or ()))
-        if config.get("hidden_act", "silu") != "silu":
-            raise ValueError("hidden_act of vision_config is not silu")
-        if numbers.window_size < numbers.patch_size * numbers.spatial_merge_size:
-            raise ValueError("window_size of vision_config is smaller than a token")
-        if not full or not {*full} <= {*range(numbers.depth)}:
-            raise ValueError("fullatt_block_indexes of vision_config name no layers")
-        return replace(numbers, full=full)
-
-    def open(self) -> "WindowTower":
-        return WindowTower(self)
+class _Mlp(GatedMlp):
+    def __init__(self, numbers: TowerNumbers) -> None:
+        super().__init__(numbers, has_bias=True)
 
 
 class _Merger(Module):
-    def __init__(self, numbers: WindowVision) -> None:
+    def __init__(self, numbers: TowerNumbers) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._width = numbers.token_numbers
-        self.ln_q = RMSNorm(numbers.hidden_size, eps=EPS)
+        self._width = numbers.hidden * numbers.merge**2
+        self.ln_q = RMSNorm(numbers.hidden, eps=numbers.eps)
         # The activation has no arrays, but a number in their names.
-        sizes = self._width, numbers.out_hidden_size
+        sizes = self._width, numbers.output
         self.mlp: list[Any] = [Linear(self._width, size) for size in sizes]
         self.mlp.insert(1, gelu)
 
@@ -63,33 +40,29 @@ class _Merger(Module):
         return x
 
 
-class WindowTower(QwenTower):
+class WindowTower(PartedTower):
     """A tower with its weights, which encodes one image at a time."""
 
-    def __init__(self, numbers: WindowVision) -> None:
-        PartedTower.__init__(self, numbers.num_heads, numbers.spatial_merge_size**2)
-        size, inner = numbers.hidden_size, numbers.intermediate_size
-        self.numbers = numbers
-        self.patch_embed = Linear(numbers.patch_numbers, size, bias=False)
-        self.blocks = [
-            Block(numbers, RMSNorm, GatedMlp(size, inner, bias=True, activation=silu))
-            for _ in range(numbers.depth)
-        ]
-        self.merger: Any = _Merger(numbers)
+    projection = "patch_embed.proj.weight"
 
-    def compute_on_cpu(self) -> None:
-        for block in self.blocks:
-            block.attn.kernel, block.mlp.activation = attend_by_numpy, silu_by_numpy
+    def __init__(self, numbers: TowerNumbers) -> None:
+        super().__init__(numbers)
+        self.patch_embed = Projection(numbers, has_bias=False)
+        self.blocks = [Block(numbers, RMSNorm, _Mlp) for _ in range(numbers.layers)]
+        self.merger = _Merger(numbers)
 
     def encode(self, patches: mx.array, grid: Grid) -> Work:
+        """Return an image's features, (tokens, 1, decoder's hidden size), in steps.
+
+        `patches`, (patches, values), are ordered by token.
+        """
         numbers = self.numbers
-        assert isinstance(numbers, WindowVision)
-        merge = numbers.spatial_merge_size
-        side = numbers.window_size // merge // numbers.patch_size
-        order, runs = order_by_window((grid[0] // merge, grid[1] // merge), side)
+        merge = numbers.merge
+        order, runs = order_by_window((grid[0] // merge, grid[1] // merge), numbers.window)
         ordered = (order[:, None] * merge**2 + np.arange(merge**2)).reshape(-1)
-        rows, columns = places(grid, merge)
-        angles = self._angles(rows[ordered], columns[ordered])
+        where = [each[ordered] for each in places(grid, merge)]
+        turns = turn(where, numbers).reshape(len(ordered), -1)
+        angles = mx.cos(turns), mx.sin(turns)
         patches = patches[mx.array(ordered)].astype(self.dtype)
 
         x = yield from self._in_parts(len(patches), lambda part: self.patch_embed(patches[part]))

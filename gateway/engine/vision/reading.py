@@ -40,6 +40,7 @@ class SeeingDecoder:
     """A model that reads images in place of tokens, with its weights shared."""
 
     keeps_whole = False  # True if an image's tokens see one another, so one pass reads them all
+    window: int | None = None  # most keys in layers where they do, or None for all
 
     def __init__(self, model: Any, config: dict[str, Any]) -> None:
         """Raises ValueError for an unsupported decoder."""

@@ -8,10 +8,11 @@ import mlx.core as mx
 import numpy as np
 
 from gateway.engine.device import evaluate
-from gateway.engine.models.counts import text_config
 from gateway.engine.models.decoders import parameters
 from gateway.engine.vision.features import Images, Recent, SeenSequence
-from gateway.engine.vision.kinds import Marks, Preprocessing, Tower, kind_of
+from gateway.engine.vision.image_setup import Marks
+from gateway.engine.vision.kinds import Tower, kind_of
+from gateway.engine.vision.patches import Patches
 from gateway.engine.vision.reading import Row, SeeingDecoder
 from gateway.jobs.images import FIRST_IMAGE_ID, ImageSpan
 from gateway.jobs.steps import ImageCost, SequenceParams
@@ -28,12 +29,11 @@ class Sight:
         model: Any,
         tower: Tower,
         config: dict[str, Any],
-        preprocessing: Preprocessing,
+        preprocessing: Patches,
         marks: Marks,
         most_bytes: int = FEATURE_BYTES,
     ) -> None:
-        """Raises ValueError for a model that cannot read images, or for parts that don't fit."""
-        tower.check_fit(preprocessing, text_config(config))
+        """Raises ValueError for a model that cannot read images."""
         self._decoder = kind_of(config).decoder(model, config)
         self._tower = tower
         self._preprocessing = preprocessing
@@ -45,7 +45,8 @@ class Sight:
     @property
     def cost(self) -> ImageCost:
         whole = self._preprocessing.most_tokens if self._decoder.keeps_whole else 0
-        return ImageCost(self._tower.token_bytes, self._kept.most_bytes, whole)
+        kept = self._kept.most_bytes
+        return ImageCost(self._tower.token_bytes, kept, whole, self._decoder.window)
 
     @property
     def nbytes(self) -> int:

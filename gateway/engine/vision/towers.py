@@ -8,24 +8,20 @@ from mlx.nn.layers.quantized import quantize
 from mlx.utils import tree_flatten
 
 from gateway.engine.device import Device, pick_dtype
-from gateway.engine.models.checkpoint import (
-    Checkpoint,
-    Tensor,
-    dequantize,
-    fit_weights,
-    read_in_slices,
-)
+from gateway.engine.models.checkpoint import Checkpoint, dequantize, fit_weights, read_in_slices
+from gateway.engine.models.folder import Tensor
 from gateway.engine.vision.families import family_of
+from gateway.engine.vision.image_setup import reads_images
 from gateway.engine.vision.kinds import Tower, kind_of
+from gateway.engine.vision.tower_numbers import read_numbers
 
 
 def tower_tensors(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """Return a tower's arrays by name, none for an unsupported family."""
+    """Return a tower's arrays by name, none for a model that reads no images."""
     family = family_of(checkpoint.config())
-    tensors = checkpoint.all_tensors()
-    if family is None or not family.is_in(tensors):
+    if family is None or not reads_images(checkpoint.folder):
         return {}
-    named = tensors.items()
+    named = checkpoint.all_tensors().items()
     return {name: each for name, each in named if family.tower.match(name)}
 
 
@@ -37,24 +33,25 @@ def open_tower(
     On a CPU, quantized weights are dequantized unless `is_packed`.
     """
     config = checkpoint.config()
-    with checkpoint.reading_config():
-        vision, family = kind_of(config).read_vision(config), family_of(config)
+    kind, family = kind_of(config), family_of(config)
     assert family is not None
+    with checkpoint.reading_config():
+        numbers = read_numbers(config, family)
     weights = checkpoint.weights().items()
     arrays = {family.tower.sub("", name): x for name, x in weights if family.tower.match(name)}
-    named = [name.partition(vision.layers)[2] for name in arrays if vision.layers in name]
+    named = [name.partition(kind.layers)[2] for name in arrays if kind.layers in name]
     layers = len({name.split(".")[0] for name in named})
-    if vision.depth > layers:
+    if numbers.layers > layers:
         raise checkpoint.failed(
-            f"config.json has a tower of {vision.depth} layers, and the files have {layers}"
+            f"vision_config has a tower of {numbers.layers} layers, and the files have {layers}"
         )
-    arrays = vision.arrange(arrays)
+    tower = kind.tower(numbers)
+    arrays = tower.arrange(arrays)
     quantization = config.get("quantization") or config.get("quantization_config") or {}
     with checkpoint.blame("the quantization of its tower: "):
-        stated: Any = vision.arrange(
-            {family.tower.sub("", name): x for name, x in quantization.items()}
-        )
-    tower: Any = vision.open()
+        stated: Any = {family.tower.sub("", name): x for name, x in quantization.items()}
+        if not all(type(x) is not dict or name not in arrays for name, x in stated.items()):
+            raise ValueError("it names an array, not a module")
     if device is Device.CPU and not is_packed:
         arrays = dequantize(checkpoint, arrays, stated)
     elif any(name.endswith(".scales") for name in arrays):
@@ -66,7 +63,8 @@ def open_tower(
         (each.dtype for each in arrays.values() if mx.issubdtype(each.dtype, mx.floating)),
         mx.float32,
     )
-    tower.set_dtype(pick_dtype(device, dtype, floating))
+    tower.dtype = pick_dtype(device, dtype, floating)
+    tower.set_dtype(tower.dtype)
     if device is Device.CPU and tower.dtype == mx.float32:
         tower.compute_on_cpu()
     tower.eval()

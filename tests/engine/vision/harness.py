@@ -12,18 +12,22 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from benchmarks.loading import load_weights
+from benchmarks.loading import load_generation, load_weights
 from gateway.engine.device import Device
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.generation.loading import read_chat_setup
 from gateway.engine.generation.prepare import ChatSetup
 from gateway.engine.models.gguf.checkpoint import open_checkpoint
 from gateway.engine.vision.features import Recent
+from gateway.engine.vision.image_setup import reads_images
 from gateway.engine.vision.sight import Sight
+from gateway.errors import ModelLoadFailed
 from gateway.jobs.chat import GenerateJob, Sampling
 from gateway.jobs.images import ImageInput
+from tests import golden_gemma
 from tests.engine.generation.harness import Answer, Rows
 from tests.fakes import caller
+from tests.golden_gemma import HALVES
 from tests.golden_vision import BREAK, IMAGE, START, VIDEO, cases, merge_of, write_model
 from tests.golden_vision import END as VISION_END
 
@@ -41,6 +45,10 @@ PIXTRAL: Final[dict[str, Any]] = {
     "image_mean": [0.5, 0.5, 0.5],
     "image_std": [0.5, 0.5, 0.5],
     "size": {"longest_edge": 64},
+}
+GEMMA: Final[dict[str, dict[str, Any]]] = {
+    "gemma3": {"size": {"height": 32, "width": 32}, **HALVES},
+    "gemma4": {"patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 70},
 }
 VOCABULARY: Final = 320
 THINK: Final = ("<think>", "</think>")
@@ -86,6 +94,12 @@ def write_seeing(case: str, folder: Path, **changes: Any) -> Path:
     return write_model(case, folder, **changes)
 
 
+def write_gemma(case: str, folder: Path, **changes: Any) -> Path:
+    """Write a golden case's model of Gemma's, with the same tokenizer."""
+    write_tokenizer(folder, GEMMA[case.removesuffix("_vision")])
+    return golden_gemma.write_model(case, folder, **changes)
+
+
 def write_tokenizer(
     folder: Path, preprocessing: Mapping[str, Any], marks: Mapping[int, str] = MARKS
 ) -> None:
@@ -119,6 +133,18 @@ def open_seeing(
     setup = replace(setup, checkpoint=open_checkpoint("tiny", folder), chat=copy(setup.chat))
     options |= {"prefix_cache_bytes": prefix_cache_bytes, "speculate_rows": speculate_rows}
     return load_weights(setup, device=Device.CPU, **options)
+
+
+def complaint(folder: Path) -> str:
+    """Return why a folder's model reads no images: the reason of its refusal, or its notes."""
+    try:
+        engine = load_generation(folder, name="tiny", device=Device.CPU, image_sandbox=paint)
+    except ModelLoadFailed as error:
+        return str(error)
+    assert engine.facts.images is None
+    assert not reads_images(folder)
+    engine.close()
+    return "\n".join(engine.facts.notes)
 
 
 def sight_of(engine: GenerationEngine) -> Sight:

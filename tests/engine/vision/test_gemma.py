@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 from numpy.typing import NDArray
 
 from gateway.engine.device import Device
@@ -17,6 +17,7 @@ from gateway.engine.models.decoders import Numbers, read_decoder
 from gateway.engine.vision.gemma_patches import GemmaPatches
 from gateway.engine.vision.kinds import kind_of
 from gateway.engine.vision.reading import Row, SeeingDecoder
+from gateway.serving.generation.memory import MASK_BYTES
 from tests.engine.vision.golden import read_tower, run, starts, whole
 from tests.golden_gemma import cases, paint_grid, reference_logits, write_model
 from tests.golden_vision import Case
@@ -79,3 +80,30 @@ def test_logits_are_those_of_transformers(tmp_path: Path, name: str, chunk: int)
 def test_another_image_changes_the_logits(tmp_path: Path, name: str) -> None:
     logits = Opened(name, tmp_path, shift=5).read()
     assert np.abs(logits - reference_logits(name))[-1].max() > 1
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gemma4_vision"])
+def test_a_mask_that_an_image_opens_takes_no_more_bytes_than_are_counted(
+    tmp_path: Path, name: str
+) -> None:
+    """Gemma 3 opens all layers, Gemma 4 those with windows."""
+    opened, width, known = Opened(name, tmp_path), 64, 4032
+    text = opened.case.config["text_config"]
+    windowed = name != "gemma3"
+    assert opened.decoder.window == (text["sliding_window"] if windowed else None)
+    cache = make_prompt_cache(opened.model)
+    (layer, *_) = (each for each in cache if isinstance(each, RotatingKVCache) is windowed)
+    layer.offset = known
+    parts = [[(slice(8, 40), opened.row.images[0][1])]]
+    with opened.decoder.seeing([opened.row], parts, [known], width, cache):
+        mx.reset_peak_memory()
+        before = mx.get_active_memory()
+        window = opened.decoder.window
+        mask = layer.make_mask(width, return_array=True, window_size=window)
+        mx.eval(mask)
+        after = mx.get_peak_memory()
+    keys = known + width if window is None else window + width
+    assert width * mask.shape[-1] <= after - before
+    assert after - before <= MASK_BYTES * width * (keys + width) + 2**16
+    assert mask[0, 0, 8, -width + 39].item()
+    assert not mask[0, 0, 7, -width + 39].item()

@@ -31,27 +31,18 @@ from tests.engine.vision.harness import (
     open_seeing,
     see,
     sight_of,
-    write_tokenizer,
+    write_gemma,
 )
-from tests.golden_gemma import HALVES, cases, paint_grid, write_model
+from tests.golden_gemma import cases, paint_grid
 
 NAMES = ["gemma3", "gemma4", "gemma4_vision"]
-PROCESSORS: dict[str, dict[str, Any]] = {
-    "gemma3": {"size": {"height": 32, "width": 32}, **HALVES},
-    "gemma4": {"patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 70},
-}
 LONG = "It lies on the mat and purrs. " * 3
 Window = tuple[int, int]
 
 
-def write(name: str, folder: Path) -> Path:
-    write_tokenizer(folder, PROCESSORS[name.removesuffix("_vision")])
-    return write_model(name, folder)
-
-
 @pytest.fixture(scope="module", params=NAMES)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write(request.param, tmp_path_factory.mktemp("gemma") / request.param)
+    return write_gemma(request.param, tmp_path_factory.mktemp("gemma") / request.param)
 
 
 @pytest.fixture(scope="module")
@@ -201,3 +192,11 @@ def test_chunks_reach_the_end_of_a_prompt_and_end_in_no_image(
     ends += [sum(pieces[:i]) for i in range(len(pieces))]
     ends += [cut_outside(images, place) for place in range(0, end, BLOCK)]
     assert not any(start < place < stop for start, stop in images.wholes for place in ends)
+
+
+def test_an_image_at_the_end_of_a_prompt_leaves_no_place_behind_it() -> None:
+    """docs/images.md tells these figures."""
+    whole = images_of([20], [256])
+    assert cut_prompt(0, 305, images=whole) == [305]
+    assert cut_prompt(0, 305) == [256, 49]
+    assert cut_prompt(0, 500, images=whole) == [448, 52]

@@ -90,6 +90,9 @@ def test_detail_chooses_among_the_sizes_of_gemma_4(
         ({"resample": 9}, "resample"),
         ({"do_normalize": False}, "do_normalize is false"),
         ({"image_std": 0}, "image_std"),
+        ({"rescale_factor": float("nan")}, "rescale_factor"),
+        ({"rescale_factor": 0}, "rescale_factor"),
+        ({"size": {"height": "896", "width": 896}}, "height"),
     ],
 )
 def test_settings_of_gemma_3_that_are_not_served_are_named(
@@ -103,7 +106,7 @@ def test_settings_of_gemma_3_that_are_not_served_are_named(
     ("changes", "reason"),
     [
         ({"max_soft_tokens": 256}, "max_soft_tokens"),
-        ({"pooling_kernel_size": 0}, "side of a token"),
+        ({"pooling_kernel_size": 0}, "pooling_kernel_size"),
         ({"patch_size": 1.5}, "patch_size"),
         ({"do_resize": False}, "do_resize is false"),
     ],

@@ -11,11 +11,12 @@ import pytest
 from gateway.engine.device import Device
 from gateway.engine.models.checkpoint import Checkpoint
 from gateway.engine.vision import parts
-from gateway.engine.vision.families import reads_images
-from gateway.engine.vision.kinds import Tower, kind_of
+from gateway.engine.vision.image_setup import reads_images
+from gateway.engine.vision.kinds import Tower
 from gateway.engine.vision.towers import open_tower
 from gateway.errors import ModelLoadFailed
 from tests.engine.vision.golden import Arrays, read_tower, rewrite, run, whole
+from tests.engine.vision.harness import write_gemma
 from tests.engine.vision.test_gemma import NAMES, patches_of
 from tests.golden_gemma import cases, paint_grid, write_model
 
@@ -47,7 +48,7 @@ def of_transformers_4(arrays: Arrays) -> Arrays:
 
 
 @pytest.mark.parametrize("change", [of_mlx_vlm, of_transformers_4])
-def test_features_of_other_layouts_are_equal(
+def test_features_of_other_layouts_are_the_same(
     tmp_path: Path, name: str, change: Callable[[Arrays], Arrays]
 ) -> None:
     if change is of_transformers_4 and name != "gemma3":
@@ -56,7 +57,7 @@ def test_features_of_other_layouts_are_equal(
     expected = encode(read_tower(folder), name)
     rewrite(folder, change)
     for one, other in zip(encode(read_tower(folder), name), expected, strict=True):
-        assert mx.array_equal(one, other)
+        assert mx.abs(one - other).max() < 1e-4  # the size of parts follows their time
 
 
 def test_features_do_not_depend_on_the_size_of_parts(
@@ -126,7 +127,7 @@ def test_a_quantized_tower_gives_nearly_the_same(
     ("changes", "reason"),
     [
         ({"num_hidden_layers": 5}, "a tower of 5 layers"),
-        ({"hidden_size": 0}, "size of vision_config"),
+        ({"hidden_size": 0}, "hidden_size"),
         ({"patch_size": 1 << 40}, "patch_size"),
         ({"num_attention_heads": 7}, "heads|weights"),
         ({"hidden_size": "x"}, "invalid value"),
@@ -140,22 +141,13 @@ def test_configs_that_fit_no_weights_are_refused(
         read_tower(write_model(name, tmp_path, vision_config=vision))
 
 
-def test_images_of_another_size_are_refused(tmp_path: Path, name: str) -> None:
-    tower = read_tower(write_model(name, tmp_path))
-    text = cases()[name].config["text_config"]
-    fitting = patches_of(name)
-    tower.check_fit(fitting, text)
-    other = type(fitting)(8, 1, 1, fitting.mean, fitting.std, 1 / 255, "bicubic", 64, 16)
-    with pytest.raises(ValueError, match="vision_config"):
-        tower.check_fit(other, text)
-
-
 def test_a_folder_with_a_tower_reads_images(tmp_path: Path, name: str) -> None:
-    folder = write_model(name, tmp_path)
-    assert not reads_images(folder)
-    (folder / "preprocessor_config.json").write_text("{}")
+    folder = write_gemma(name, tmp_path / "model")
     assert reads_images(folder)
-    assert kind_of(cases()[name].config).marks[0].startswith("image_token")
+    processor = (folder / "preprocessor_config.json").read_text("utf-8")
+    (folder / "preprocessor_config.json").unlink()
+    assert not reads_images(folder)
+    (folder / "preprocessor_config.json").write_text(processor, "utf-8")
     rewrite(folder, lambda arrays: {k: v for k, v in arrays.items() if "vision" not in k})
     rewrite(folder, lambda arrays: {k: v for k, v in arrays.items() if "multi_modal" not in k})
     assert not reads_images(folder)

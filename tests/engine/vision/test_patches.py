@@ -18,6 +18,7 @@ from tests.golden.vision.make_pixels import MERGES, list_sizes
 PICTURES = Path(__file__).parents[2] / "golden" / "vision"
 GOLDEN = json.loads((PICTURES / "golden.json").read_text(encoding="utf-8"))
 PIXTRAL = json.loads((PICTURES / "golden_pixtral.json").read_text(encoding="utf-8"))
+NO_NUMBERS = (float("inf"), float("nan"), 10**400, True)
 JPEGS = sorted(file.name for file in PICTURES.glob("*.jpg"))
 
 
@@ -108,10 +109,13 @@ def test_keys_that_a_file_lacks_have_the_values_of_transformers(tmp_path: Path) 
         ({"merge_size": 1 << 20}, "merge_size"),
         ({"temporal_patch_size": "2"}, "temporal_patch_size"),
         ({"size": {"longest_edge": 1 << 40}}, "longest_edge"),
-        ({"size": 336}, "TypeError"),
+        ({"size": 336}, "size"),
         ({"image_mean": [0.5, 0.5]}, "image_mean"),
         ({"image_std": [0.5, 0.0, 0.5]}, "image_std"),
         ({"rescale_factor": "much"}, "much"),
+        *(({"rescale_factor": each}, "rescale_factor") for each in (*NO_NUMBERS, 0, -1)),
+        *(({"image_mean": each}, "image_mean") for each in NO_NUMBERS),
+        *(({"image_std": each}, "image_std") for each in (*NO_NUMBERS, 0, -1)),
         ({"resample": 9}, "resample"),
         ({"do_resize": False}, "do_resize"),
     ],

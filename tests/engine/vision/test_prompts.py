@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.vision import prompts
 from gateway.engine.vision.features import Recent
-from gateway.engine.vision.kinds import Marks
+from gateway.engine.vision.image_setup import Marks
 from gateway.engine.vision.patches import QwenPatches
 from gateway.engine.vision.prompts import (
     MOST_TOKENS,

@@ -1,4 +1,6 @@
-"""Towers whose files do not fit together are refused, by name and before they take anything."""
+"""Towers whose files do not fit together are not read: their model is refused or reads text, and
+says why, before it takes anything.
+"""
 
 import json
 import time
@@ -11,9 +13,8 @@ import pytest
 
 from benchmarks.loading import load_generation
 from gateway.engine.device import Device
-from gateway.errors import ModelLoadFailed
 from tests.engine.vision.golden import Arrays, rewrite
-from tests.engine.vision.harness import PREPROCESSING, paint, write_seeing
+from tests.engine.vision.harness import PREPROCESSING, complaint, paint, write_seeing
 from tests.golden_vision import cases
 
 HUGE = 10**9
@@ -37,13 +38,12 @@ def copy_of(written: Path, folder: Path, file: str = "", content: Any = None) ->
     return folder
 
 
-def refusal(folder: Path) -> str:
-    """Return the reason why a model is not loaded, which comes soon."""
+def reason(folder: Path) -> str:
+    """Return the reason why a model is not loaded or reads text alone, which comes soon."""
     began = time.process_time()
-    with pytest.raises(ModelLoadFailed) as refused:
-        load_generation(folder, name="tiny", device=Device.CPU, image_sandbox=paint)
+    said = complaint(folder)
     assert time.process_time() - began < SOON_S
-    return str(refused.value)
+    return said
 
 
 def config(vision: dict[str, Any], **changes: Any) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def config(vision: dict[str, Any], **changes: Any) -> dict[str, Any]:
     [
         ({"depth": HUGE}, "depth"),
         ({"depth": 900}, "900 layers"),
-        ({"depth": 0}, "below 1"),
+        ({"depth": 0}, "depth"),
         ({"depth": -1}, "depth"),
         ({"depth": "many"}, "many"),
         ({"depth": None}, "depth"),
@@ -72,17 +72,17 @@ def config(vision: dict[str, Any], **changes: Any) -> dict[str, Any]:
         ({"hidden_size": {}}, "hidden_size"),
         ({"intermediate_size": 1 << 24}, "another shape"),
         ({"num_heads": 3}, "num_heads"),
-        ({"num_heads": 0}, "below 1"),
+        ({"num_heads": 0}, "num_heads"),
         ({"num_heads": 16}, "num_heads"),
         ({"patch_size": 1 << 24}, "patch"),
         ({"temporal_patch_size": 1 << 24}, "patch"),
-        ({"in_channels": 1 << 24}, "patch"),
-        ({"in_channels": 4}, "patch"),
+        ({"in_channels": 1 << 24}, "channels"),
+        ({"in_channels": 4}, "channels"),
         ({"spatial_merge_size": 1 << 24}, "merge"),
-        ({"out_hidden_size": 1 << 24}, "another shape"),
+        ({"out_hidden_size": 1 << 24}, "out_hidden_size"),
         ({"num_position_embeddings": 35}, "no square"),
         ({"num_position_embeddings": 49}, "another shape"),
-        ({"num_position_embeddings": 10**400}, "too large"),
+        ({"num_position_embeddings": 10**400}, "num_position_embeddings"),
         ({"deepstack_visual_indexes": [0, 3]}, "deepstack_visual_indexes"),
         ({"deepstack_visual_indexes": [-1, 0]}, "deepstack_visual_indexes"),
         ({"deepstack_visual_indexes": [0] * 100_000}, "deepstack_visual_indexes"),
@@ -92,21 +92,21 @@ def config(vision: dict[str, Any], **changes: Any) -> dict[str, Any]:
         ({"deepstack_visual_indexes": [0, 1, 2]}, "deepstack_merger_list.2"),
     ],
 )
-def test_numbers_of_a_tower_that_cannot_be_are_refused(
+def test_numbers_of_a_tower_that_cannot_be_are_named(
     written: Path, tmp_path: Path, vision: dict[str, Any], named: str
 ) -> None:
     folder = copy_of(written, tmp_path / "copy", "config.json", config(vision))
-    assert named in refusal(folder)
+    assert named in reason(folder)
 
 
 @pytest.mark.parametrize("vision", [None, [], "large", 7, {}])
-def test_a_config_without_numbers_of_a_tower_is_refused(
+def test_a_config_without_numbers_of_a_tower_says_so(
     written: Path, tmp_path: Path, vision: Any
 ) -> None:
     """The files have its arrays."""
     content = config({}, vision_config=vision)
     folder = copy_of(written, tmp_path / "copy", "config.json", content)
-    said = refusal(folder)
+    said = reason(folder)
     assert "vision_config" in said or "config.json" in said
 
 
@@ -114,19 +114,19 @@ def test_a_config_without_numbers_of_a_tower_is_refused(
     ("rope", "named"),
     [
         ({}, "mrope_section"),
-        ({"mrope_section": []}, "IndexError"),
-        ({"mrope_section": ["a", "b", "c"]}, "TypeError"),
-        ({"mrope_section": 3}, "TypeError"),
+        ({"mrope_section": []}, "mrope_section"),
+        ({"mrope_section": ["a", "b", "c"]}, "mrope_section"),
+        ({"mrope_section": 3}, "mrope_section"),
     ],
 )
-def test_sections_of_positions_that_cannot_be_are_refused(
+def test_sections_of_positions_that_cannot_be_are_named(
     written: Path, tmp_path: Path, rope: dict[str, Any], named: str
 ) -> None:
     content = config({})
     plain = {"rope_theta": 10000.0, "rope_type": "default"}
     content["text_config"] = {**content["text_config"], "rope_parameters": {**plain, **rope}}
     folder = copy_of(written, tmp_path / "copy", "config.json", content)
-    assert named in refusal(folder)
+    assert named in reason(folder)
 
 
 def without(name: str) -> Callable[[Arrays], Arrays]:
@@ -138,12 +138,12 @@ def with_one(name: str, *shape: int) -> Callable[[Arrays], Arrays]:
 
 
 @pytest.mark.parametrize(
-    ("change", "reason", "name"),
+    ("change", "fault", "name"),
     [
         (without(f"{TOWER}blocks.1.attn.qkv.bias"), "missing", "blocks.1.attn.qkv.bias"),
         (without(f"{TOWER}merger.norm.weight"), "missing", "merger.norm.weight"),
         (without(f"{TOWER}pos_embed.weight"), "missing", "pos_embed.weight"),
-        (without(f"{TOWER}patch_embed.proj.weight"), "missing", "patch_embed.weight"),
+        (without(f"{TOWER}patch_embed.proj.weight"), "missing", "patch_embed.proj.weight"),
         (with_one(f"{TOWER}blocks.0.attn.gate", 3), "unknown", "blocks.0.attn.gate"),
         (with_one(f"{TOWER}blocks.3.norm1.bias", 32), "unknown", "blocks.3.norm1.bias"),
         (with_one(f"{TOWER}pos_embed.weight", 36, 8), "another shape", "pos_embed.weight"),
@@ -152,7 +152,7 @@ def with_one(name: str, *shape: int) -> Callable[[Arrays], Arrays]:
         (
             with_one(f"{TOWER}patch_embed.proj.weight", 32, 5, 5, 5, 5),
             "another shape",
-            "patch_embed.weight",
+            "patch_embed.proj.weight",
         ),
         (with_one(f"{TOWER}blocks.0.attn.qkv.scales", 96, 1), "quantized", "blocks.0.attn.qkv"),
     ],
@@ -161,7 +161,7 @@ def test_arrays_that_are_not_those_of_the_config_are_refused_by_name(
     written: Path,
     tmp_path: Path,
     change: Callable[[Arrays], Arrays],
-    reason: str,
+    fault: str,
     name: str,
 ) -> None:
     """A projection that is a matrix already is one that a tower may have."""
@@ -170,13 +170,13 @@ def test_arrays_that_are_not_those_of_the_config_are_refused_by_name(
     (folder / "model.safetensors").unlink()
     (folder / "model.safetensors").write_bytes(weights)
     rewrite(folder, change)
-    if not reason:
+    if not fault:
         engine = load_generation(folder, name="tiny", device=Device.CPU, image_sandbox=paint)
         assert engine.facts.images is not None
         engine.close()
         return
-    said = refusal(folder)
-    assert reason in said
+    said = reason(folder)
+    assert fault in said
     assert name in said
 
 
@@ -189,16 +189,16 @@ def test_arrays_that_are_not_those_of_the_config_are_refused_by_name(
         ({"temporal_patch_size": 1}, "temporal_patch_size"),
     ],
 )
-def test_patches_that_are_not_those_of_the_tower_are_refused(
+def test_patches_that_are_not_those_of_the_tower_are_named(
     written: Path, tmp_path: Path, changes: dict[str, Any], named: str
 ) -> None:
     """Otherwise an image would have more tokens than features, and they would be laid wrong."""
     content = {**PREPROCESSING, **changes}
     folder = copy_of(written, tmp_path / "copy", "preprocessor_config.json", content)
-    assert named in refusal(folder)
+    assert named in reason(folder)
 
 
-def test_features_that_are_no_embeddings_of_the_decoder_are_refused(
+def test_features_that_are_no_embeddings_of_the_decoder_are_not_read(
     written: Path, tmp_path: Path
 ) -> None:
     """A tower that is whole, of another decoder."""
@@ -215,10 +215,10 @@ def test_features_that_are_no_embeddings_of_the_decoder_are_refused(
         }
 
     rewrite(folder, narrow)
-    assert "out_hidden_size" in refusal(folder)
+    assert "out_hidden_size" in reason(folder)
 
 
-def test_more_layers_of_features_than_the_decoder_has_are_refused(
+def test_more_layers_of_features_than_the_decoder_has_are_not_read(
     written: Path, tmp_path: Path
 ) -> None:
     content = config({})
@@ -236,7 +236,7 @@ def test_more_layers_of_features_than_the_decoder_has_are_refused(
             if TOWER in key or not any(each in key for each in others)
         },
     )
-    assert "deepstack_visual_indexes" in refusal(folder)
+    assert "deepstack_visual_indexes" in reason(folder)
 
 
 @pytest.mark.parametrize(
@@ -253,10 +253,7 @@ def test_a_model_without_ids_of_the_marks_reads_text_and_says_why(
 ) -> None:
     content = {key: each for key, each in config({}, **changes).items() if each is not None}
     folder = copy_of(written, tmp_path / "copy", "config.json", content)
-    engine = load_generation(folder, name="tiny", device=Device.CPU, image_sandbox=paint)
-    assert engine.facts.images is None
-    assert any("reads no images" in note for note in engine.facts.notes)
-    engine.close()
+    assert "reads no images" in reason(folder)
 
 
 @pytest.mark.parametrize("changes", [{"patch_size": "x"}, {"image_std": [0, 0, 0]}, {"size": 7}])
@@ -265,7 +262,4 @@ def test_a_model_whose_patches_cannot_be_reads_text_and_says_why(
 ) -> None:
     content = {**PREPROCESSING, **changes}
     folder = copy_of(written, tmp_path / "copy", "preprocessor_config.json", content)
-    engine = load_generation(folder, name="tiny", device=Device.CPU, image_sandbox=paint)
-    assert engine.facts.images is None
-    assert any("image processor" in note for note in engine.facts.notes)
-    engine.close()
+    assert "image processor" in reason(folder)

@@ -16,7 +16,7 @@ from gateway.jobs.steps import DraftCost, KvCost, SequenceParams
 from gateway.serving.budget import LEAST_PREFIXES, Budget, PrefixShare
 from gateway.serving.generation.batcher import GenerationBatcher
 from gateway.serving.generation.choice import Choice
-from gateway.serving.generation.memory import KV_STEP, Layout, RowCosts, RowMemory
+from gateway.serving.generation.memory import KV_STEP, MASK_BYTES, Layout, RowCosts, RowMemory
 from gateway.serving.generation.policy import GenerationLimits
 from gateway.serving.generation.scheduler import Scheduler
 from gateway.serving.lane import Lane
@@ -75,6 +75,20 @@ def test_a_draft_model_has_kv_of_few_rows() -> None:
         assert Layout([100] * rows).nbytes(going_back) == Layout([100] * rows).nbytes(alone) + more
     mixed = Layout([100, 50], [400])
     assert mixed.nbytes(drafted) == mixed.nbytes(alone) + 3 * (3 * (400 + KV_STEP) + 50)
+
+
+def test_a_mask_that_images_open_takes_bytes_for_each_query_and_key() -> None:
+    """A pass reads a chunk, in which images open the masks of all keys or of a window's."""
+    blind, seeing = costs(chunk_tokens=50), costs(chunk_tokens=50, image_chunk=40)
+    windowed = costs(chunk_tokens=50, image_chunk=40, image_window=70)
+    for layout in (Layout([100, 9], image_tokens=4), Layout([9], [100], image_tokens=4)):
+        alone = layout.nbytes(blind)
+        assert layout.nbytes(seeing) == alone + MASK_BYTES * 50 * (100 + 50)
+        assert layout.nbytes(windowed) == alone + MASK_BYTES * 50 * (70 + 50)
+        text = replace(layout, image_tokens=0)
+        assert text.nbytes(seeing) == text.nbytes(blind)
+    short = Layout([9], image_tokens=4)
+    assert short.nbytes(windowed) == short.nbytes(seeing)
 
 
 def test_windows_and_states_are_counted_as_they_are_held() -> None:

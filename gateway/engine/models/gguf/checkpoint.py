@@ -19,8 +19,9 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import _get_classes
 
 from gateway.engine.device import Device, pick_dtype
-from gateway.engine.models.checkpoint import Checkpoint, Tensor
+from gateway.engine.models.checkpoint import Checkpoint
 from gateway.engine.models.decoder_kernels import use_cpu_kernels
+from gateway.engine.models.folder import Tensor
 from gateway.engine.models.gguf.architectures import ROPE_FACTORS, TensorPlace, places, read_config
 from gateway.engine.models.gguf.header import GgufError, Header, TensorInfo, read_header, stamp_of
 from gateway.engine.models.gguf.quants import (
