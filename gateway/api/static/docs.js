@@ -61,12 +61,11 @@ function shape(schema) {
   const isRequired = ([name]) => Boolean(schema.required?.includes(name));
   const served = fields.filter((field) => !isLeftOut(field)).sort((one, other) => isRequired(other) - isRequired(one));
   const others = fields.filter(isLeftOut);
-  const table = (entries) => make("table", { class: "cards" }, head("Field", "Type", "What it says"), make("tbody", {}, ...entries.map((entry) => fieldRow(entry, isRequired(entry)))));
+  const head = () => make("tr", {}, ...["Field", "Type", "What it says"].map((name) => make("th", { scope: "col" }, name)));
+  const table = (entries) => make("table", { class: "cards" }, make("thead", {}, head()), make("tbody", {}, ...entries.map((entry) => fieldRow(entry, isRequired(entry)))));
   const inner = foldParts({ anyOf: served.map(([, field]) => field) });
   return [table(served), ...inner, ...(others.length ? [folded(["Fields that are refused, or have no effect"], () => [table(others)])] : [])];
 }
-
-const head = (...names) => make("thead", {}, make("tr", {}, ...names.map((name) => make("th", { scope: "col" }, name))));
 
 function fieldRow([name, field], isRequired) {
   const words = make("td", { class: "long" });
