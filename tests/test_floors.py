@@ -140,7 +140,7 @@ INSIDE: dict[str, dict[str, set[str]]] = {
 # shrinks lowers its budget; only the commit that says why raises one.
 BUDGET: dict[str, int] = {
     "__main__": 8,
-    "api": 2959,
+    "api": 2985,
     "app": 1631,
     "bench": 306,
     "cli": 2339,
@@ -151,7 +151,7 @@ BUDGET: dict[str, int] = {
     "ids": 6,
     "jobs": 353,
     "logs": 146,
-    "metrics": 254,
+    "metrics": 257,
     "panics": 21,
     "registry": 1339,
     "server": 296,

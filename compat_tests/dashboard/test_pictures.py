@@ -24,7 +24,7 @@ GIVE = """([event, name, type, size, bytes]) => {
   const data = event === "paste" ? { clipboardData: given } : { dataTransfer: given };
   const about = { bubbles: true, cancelable: true, ...data };
   const made = event === "paste" ? new ClipboardEvent(event, about) : new DragEvent(event, about);
-  document.querySelector("#chat textarea").dispatchEvent(made);
+  document.querySelector("#chat [name=text]").dispatchEvent(made);
   return made.defaultPrevented;
 }"""
 
@@ -94,7 +94,7 @@ def file_of(part: Any) -> bytes:
 def test_a_picture_is_chosen_by_keyboard_shown_and_sent(browser: Any, url: str, width: int) -> None:
     with chatting(browser, url, width=width) as page:
         page.on("filechooser", lambda chooser: chooser.set_files(PICTURE))
-        page.locator("#chat textarea").focus()
+        page.locator("#chat [name=text]").focus()
         for _ in range(6):
             page.keyboard.press("Tab")
             if page.evaluate("document.activeElement.textContent") == "Add a picture":
@@ -108,7 +108,7 @@ def test_a_picture_is_chosen_by_keyboard_shown_and_sent(browser: Any, url: str, 
         assert page.evaluate("document.documentElement.scrollWidth") <= width
         box = page.locator("#chat .pictures button").bounding_box()
         assert box["x"] + box["width"] <= width
-        page.locator("#chat textarea").focus()
+        page.locator("#chat [name=text]").focus()
         page.keyboard.type("Which colour?")
         page.keyboard.press("Enter")
         image, text = sent(page)
@@ -132,7 +132,7 @@ def test_a_picture_is_pasted_or_dropped(browser: Any, url: str, width: int, even
     with chatting(browser, url, width=width) as page:
         assert give(page, event, name=f"{HOSTILE}.png", content=PICTURE.read_bytes())
         assert thumbnails(page) == 1
-        page.locator("#chat textarea").press("Enter")
+        page.locator("#chat [name=text]").press("Enter")
         image, text = sent(page)
         assert file_of(image) == PICTURE.read_bytes()
         assert text["text"] == "What does this show?"
@@ -163,7 +163,7 @@ def test_no_picture_is_offered_or_sent_to_a_model_that_reads_text(browser: Any, 
         page.select_option("#chat select", "demo-chat")
         assert not add.is_visible()
         assert not hint.is_visible()
-        page.locator("#chat textarea").press("Enter")
+        page.locator("#chat [name=text]").press("Enter")
         page.get_by_text("remove them, or choose another model").wait_for()
         assert page.asked == []
         assert thumbnails(page) == 1
@@ -180,12 +180,12 @@ def test_a_conversation_with_a_picture_goes_on_with_a_model_that_reads_text(
     with chatting(browser, url) as page:
         result, left_out = page.locator("#chat .result"), "as this model reads text: 1"
         give(page, "paste", content=PICTURE.read_bytes())
-        page.locator("#chat textarea").press("Enter")
+        page.locator("#chat [name=text]").press("Enter")
         sent(page)
         for model, is_said in (("demo-chat", True), ("seeing", False)):
             page.select_option("#chat select", model)
-            page.locator("#chat textarea").fill(f"Hello, {model}")
-            page.locator("#chat textarea").press("Enter")
+            page.locator("#chat [name=text]").fill(f"Hello, {model}")
+            page.locator("#chat [name=text]").press("Enter")
             page.wait_for_function(
                 "(model) => document.querySelector('#chat .turns').textContent.includes(model)",
                 arg=model,
@@ -205,6 +205,30 @@ def test_what_is_wrong_with_a_file_is_said_before_it_is_sent(browser: Any, url: 
         assert page.asked == []
 
 
+def test_pictures_are_kept_over_a_reload_unless_they_are_large(browser: Any, url: str) -> None:
+    with chatting(browser, url) as page:
+        give(page, "paste", content=PICTURE.read_bytes())
+        page.locator("#chat [name=text]").press("Enter")
+        image, _ = sent(page)
+        page.reload()
+        kept = page.locator("#chat .turn.user img")
+        page.wait_for_function("document.querySelector('#chat .turn img').naturalWidth > 0")
+        assert kept.get_attribute("src").startswith("blob:")
+        page.get_by_role("button", name="Add a picture").wait_for()
+        give(page, "paste", content=PICTURE.read_bytes() + bytes(1_600_000))
+        page.locator("#chat [name=text]").press("Enter")
+        page.wait_for_function(
+            "document.querySelectorAll('#chat .foot:not([hidden])').length === 2"
+        )
+        first, *_, last = page.asked[-1]["messages"]
+        assert first["content"][0] == image
+        assert len(last["content"]) == 2
+        page.reload()
+        page.get_by_text("too large to be kept").first.wait_for()
+        assert kept.count() == 0
+        assert page.locator("#chat .said").count() == 2
+
+
 def test_nothing_that_a_model_writes_is_fetched(browser: Any, url: str) -> None:
     """Pictures and links in its text stay text: an address could tell what was said."""
     written = "![a](http://other.test/a.png) <img src='/dashboard/b.png'> [c](/dashboard/c)"
@@ -214,8 +238,9 @@ def test_nothing_that_a_model_writes_is_fetched(browser: Any, url: str) -> None:
         page.route("**/v1/chat/completions", lambda route: route.fulfill(body=events))
         fetched: list[str] = []
         page.on("request", lambda request: fetched.append(request.url))
-        page.locator("#chat textarea").press("Enter")
-        page.locator("#chat .turn.assistant", has_text=written).wait_for()
+        page.locator("#chat [name=text]").press("Enter")
+        shown = "a (http://other.test/a.png) <img src='/dashboard/b.png'> c (/dashboard/c)"
+        page.locator("#chat .turn.assistant", has_text=shown).wait_for()
         page.wait_for_timeout(300)
         assert fetched == [f"{url}/v1/chat/completions"]
         assert page.locator("#chat .turn.assistant").locator("img, a").count() == 0

@@ -8,7 +8,7 @@ responses                     /v1/responses, whose answers are kept to continue 
 embeddings, rerank            vectors and scores
 tokenization                  tokens of prompts, and texts of tokens
 models                        the list of models, and /admin for models
-dashboard                     the page /dashboard, and its stream of samples
+dashboard                     the pages /dashboard and /docs, and a stream of samples
 ops                           /health, /ready, /metrics, /openapi.json
 exchange                      a request for text → jobs → deltas → an answer or a stream of events
 openapi                       the class `Endpoint`; the document at /openapi.json

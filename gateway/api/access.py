@@ -36,7 +36,7 @@ EXPOSED_HEADERS = [
 # Origins of desktop apps: no website can have these schemes or Tauri's host.
 APP_ORIGINS = r"(?:tauri|app|vscode-webview|vscode-file)://[^/\s]+|https?://tauri\.localhost"
 ADMIN = "/admin/"
-PAGES = ("/dashboard",)  # paths that a link on another site may open
+PAGES = ("/dashboard", "/docs")  # paths that a link on another site may open
 DISCARD_BYTES = 16 * 1024 * 1024  # most bytes that are read of a refused body
 DISCARD_S = 5.0
 

@@ -1,4 +1,4 @@
-"""GET /dashboard: a page, its files, and a stream of samples of the gateway's state."""
+"""GET /dashboard and /docs: pages, their files, and a stream of samples of the gateway's state."""
 
 import asyncio
 import contextlib
@@ -25,20 +25,24 @@ from gateway.clock import Timings
 from gateway.errors import RequestCancelled, RequestNotFound
 from gateway.registry import Resolved
 
-# The page contains no data, so it needs no key; samples need a key.
-PAGE = "dashboard.html"
+# The pages contain no data, so they need no key; samples and the OpenAPI document need a key.
+PAGE, DOCS = "dashboard.html", "docs.html"
 FILES = {
     PAGE: "text/html",
+    DOCS: "text/html",
     "dashboard.css": "text/css",
+    "chat.js": "text/javascript",
     "dashboard.js": "text/javascript",
+    "docs.js": "text/javascript",
     "elements.js": "text/javascript",
     "gateway.js": "text/javascript",
+    "markdown.js": "text/javascript",
     "pictures.js": "text/javascript",
     "readings.js": "text/javascript",
     "try_it.js": "text/javascript",
     "icon.svg": "image/svg+xml",
 }
-PATHS = frozenset({"/dashboard", *(f"/dashboard/{name}" for name in FILES)})
+PATHS = frozenset({"/dashboard", "/docs", *(f"/dashboard/{name}" for name in FILES)})
 PERIOD_S = 1.0
 _HEADERS = {
     # The page may load only its own files, show files that the user chose, and call only this
@@ -61,8 +65,8 @@ _SAMPLES_HEADERS = {
 }
 
 
-async def page(service: Service, request: Request) -> Response:
-    name = request.path_params.get("file", PAGE)
+async def page(service: Service, request: Request, *, name: str = PAGE) -> Response:
+    name = request.path_params.get("file", name)
     if name not in FILES:
         raise HTTPException(HTTPStatus.NOT_FOUND)
     return Response(_read(name), headers=_HEADERS, media_type=FILES[name])

@@ -288,9 +288,11 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint(
         "GET /",
         ops.index,
-        summary="Name and version of the server",
-        details="Agents ask for it before their first request.",
+        summary="Name of the server, and where its models and pages are",
+        details="Agents ask for it before their first request. A browser, which asks for "
+        "`text/html`, is sent to the dashboard.",
         answer=ops.Index,
+        statuses=(200, 307),
         is_open=True,
         is_traced=False,
     ),
@@ -341,6 +343,16 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         summary="Watch the gateway, and try its models, in a browser",
         details="[The page](dashboard.md) holds no data and needs no key; it asks for a key before "
         "it shows data. Other machines can open it only if the gateway has API keys.",
+        content_type="text/html",
+        errors=PAGE_ERRORS,
+        is_open=True,
+        is_page=True,
+    ),
+    Endpoint(
+        "GET /docs",
+        partial(dashboard.page, name=dashboard.DOCS),
+        summary="Read about these endpoints and their fields, in a browser",
+        details="A page made from `/openapi.json`, served where `/dashboard` is.",
         content_type="text/html",
         errors=PAGE_ERRORS,
         is_open=True,

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from http import HTTPStatus
 from typing import NotRequired
 
 import orjson
@@ -31,11 +32,13 @@ class Ready(TypedDict):
 
 
 class Index(TypedDict):
-    """The name of the server, and the paths of its model list and its OpenAPI document."""
+    """The name of the server, and the paths of its model list, OpenAPI document and pages."""
 
     name: str
     models: str
     openapi: str
+    dashboard: NotRequired[str]
+    docs: NotRequired[str]
 
 
 class Version(TypedDict):
@@ -45,9 +48,21 @@ class Version(TypedDict):
 
 
 async def index(service: Service, request: Request) -> Response:
-    """Answer agents that send a request to the base URL to find the server."""
+    """Answer agents that look for the server at its base URL; send browsers to the dashboard."""
     body: Index = {"name": "mlx-gateway", "models": "/v1/models", "openapi": "/openapi.json"}
-    return reply(body)
+    if not service.exposure.has_dashboard:
+        return reply(body)
+    body |= {"dashboard": "/dashboard", "docs": "/docs"}
+    headers = {"vary": "Accept"}
+    if request.url.path != "/" or not _is_browser(request.headers.get("accept", "")):
+        return reply(body, headers=headers)
+    # The address is relative, so that it is right behind a proxy that adds a prefix.
+    return reply(body, HTTPStatus.TEMPORARY_REDIRECT, headers={"location": "dashboard", **headers})
+
+
+def _is_browser(accept: str) -> bool:
+    """Return whether a page is asked for by name: `*/*` is what curl and SDKs send."""
+    return "text/html" in (item.partition(";")[0].strip() for item in accept.lower().split(","))
 
 
 async def health(service: Service, request: Request) -> Response:

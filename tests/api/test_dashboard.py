@@ -104,12 +104,17 @@ async def test_the_page_may_load_its_own_files_and_nothing_else(
     assert policy["require-trusted-types-for"] == "'script'"
 
 
-async def test_the_page_has_nothing_inline_of_others_or_made_of_markup(client: AsyncClient) -> None:
-    page = (await client.get("/dashboard")).text
-    assert re.findall(r'(?:src|href)="([^"]+)"', page)
-    for reference in re.findall(r'(?:src|href)="([^"#]+)"', page):
-        assert reference.removeprefix("dashboard/") in FILES, reference
-    assert not re.search(r"<style|<script>|\sstyle=|\son\w+=|javascript:|https?://", page)
+async def test_the_pages_have_nothing_inline_of_others_or_made_of_markup(
+    client: AsyncClient,
+) -> None:
+    for path in ("/dashboard", "/docs"):
+        page = (await client.get(path)).text
+        loaded = re.findall(r'src="([^"]+)"|<link [^>]*href="([^"]+)"', page)
+        assert len(loaded) == 3
+        assert {"".join(each).removeprefix("dashboard/") for each in loaded} <= FILES.keys()
+        for address in re.findall(r'<a href="([^"]+)"', page):
+            assert (await client.get(f"/{address}")).status_code == 200
+        assert not re.search(r"<style|<script>|\sstyle=|\son\w+=|javascript:|https?://", page)
     sinks = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|DOMParser|eval\(|Function\("
     for name in FILES:
         text = (await client.get(f"/dashboard/{name}")).text
@@ -119,6 +124,55 @@ async def test_the_page_has_nothing_inline_of_others_or_made_of_markup(client: A
         if name.endswith(".js"):
             assert not re.search(sinks, text)
             assert not re.search(r"localStorage|document\.cookie|setAttribute\(.style", text)
+
+
+# What clients send when nothing else is asked of them.
+BROWSERS = {
+    "Chrome": "text/html,application/xhtml+xml,application/xml;q=0.9,image/avif,image/webp,"
+    "image/apng,*/*;q=0.8,application/signed-exchange;v=b3;q=0.7",
+    "Firefox": "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8",
+    "Safari": "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8",
+    "a page alone": "text/html",
+}
+OTHERS = {
+    "curl, requests, httpx, fetch": "*/*",
+    "OpenAI's and Anthropic's SDKs": "application/json",
+    "axios": "application/json, text/plain, */*",
+    "urllib": "",
+    "a name inside another": "application/x-text/html, text/htmlx",
+}
+
+
+@pytest.mark.parametrize("accept", BROWSERS.values(), ids=BROWSERS)
+async def test_a_browser_at_the_root_is_sent_to_the_page(client: AsyncClient, accept: str) -> None:
+    """The address is relative: a proxy may serve the gateway below a path."""
+    for method in ("GET", "HEAD"):
+        answer = await client.request(method, "/", headers={"accept": accept})
+        assert (answer.status_code, answer.headers["location"]) == (307, "dashboard")
+        assert answer.headers["vary"].startswith("Accept")
+    page = await client.get("/", headers={"accept": accept}, follow_redirects=True)
+    assert (page.status_code, page.url.path) == (200, "/dashboard")
+
+
+@pytest.mark.parametrize("accept", OTHERS.values(), ids=OTHERS)
+async def test_a_client_at_the_root_gets_json_that_names_the_pages(
+    client: AsyncClient, accept: str
+) -> None:
+    answer = await client.get("/", headers={"accept": accept})
+    assert answer.status_code == 200
+    assert answer.headers["vary"].startswith("Accept")
+    assert answer.json() == {
+        "name": "mlx-gateway",
+        "models": "/v1/models",
+        "openapi": "/openapi.json",
+        "dashboard": "/dashboard",
+        "docs": "/docs",
+    }
+
+
+async def test_at_a_base_url_a_browser_gets_json_too(client: AsyncClient) -> None:
+    answer = await client.get("/v1/", headers={"accept": BROWSERS["Chrome"]})
+    assert (answer.status_code, answer.json()["dashboard"]) == (200, "/dashboard")
 
 
 @pytest.mark.parametrize(
@@ -138,7 +192,9 @@ async def test_beyond_loopback_it_is_there_only_with_keys(
 ) -> None:
     key = {"authorization": "Bearer k"}
     async with served(models, engines, **given) as client:
-        for path in ("/dashboard", "/dashboard/dashboard.js"):
+        index = (await client.get("/", headers={"accept": "text/html"})).json()
+        assert ("dashboard" in index, "docs" in index) == (is_there, is_there)
+        for path in ("/dashboard", "/dashboard/dashboard.js", "/docs"):
             assert (await client.get(path, headers=key)).status_code == (200 if is_there else 404)
         document = (await client.get("/openapi.json", headers=key)).json()
         assert ("/dashboard/samples" in document["paths"]) is is_there

@@ -138,39 +138,24 @@ function showStatus(kind, text) {
   say(find("#status-text"), text);
 }
 
+const meanOf = (times) => (read.count(times) ? `mean of ${read.integer(read.count(times))}` : "none");
 const firstTokens = () => history.histogram("gateway_time_to_first_token_seconds", {}, isRecent);
 
+const counterTile = (name, series) => {
+  const aside = (now) => `${read.integer(read.value(now, series))} in total`;
+  return { name, series, unit: "/s", format: read.rate, figure: () => history.rate(series), aside };
+};
+
 const TILES = [
+  counterTile("Requests", "gateway_requests_total"),
+  counterTile("Prompt tokens", "gateway_prompt_tokens_total"),
+  counterTile("Completion tokens", "gateway_completion_tokens_total"),
   {
-    name: "Requests",
-    unit: "/s",
-    figure: () => history.rate("gateway_requests_total", {}),
-    format: read.rate,
-    aside: (now) => `${read.integer(read.value(now, "gateway_requests_total"))} in total`,
-    series: "gateway_requests_total",
-  },
-  {
-    name: "Prompt tokens",
-    unit: "/s",
-    figure: () => history.rate("gateway_prompt_tokens_total"),
-    format: read.rate,
-    aside: (now) => `${read.integer(read.value(now, "gateway_prompt_tokens_total"))} in total`,
-    series: "gateway_prompt_tokens_total",
-  },
-  {
-    name: "Completion tokens",
-    unit: "/s",
-    figure: () => history.rate("gateway_completion_tokens_total"),
-    format: read.rate,
-    aside: (now) => `${read.integer(read.value(now, "gateway_completion_tokens_total"))} in total`,
-    series: "gateway_completion_tokens_total",
-  },
-  {
-    name: "First token, p50",
-    figure: () => read.quantile(firstTokens(), 0.5),
-    line: () => read.quantile(history.lately("gateway_time_to_first_token_seconds"), 0.5),
+    name: "First token",
+    figure: () => read.typical(firstTokens(), 0.5),
+    line: () => read.typical(history.lately("gateway_time_to_first_token_seconds"), 0.5),
     format: read.seconds,
-    aside: () => `p95 ${read.seconds(read.quantile(firstTokens(), 0.95))}, ${spanName()}`,
+    aside: () => `${read.isFew(firstTokens()) ? meanOf(firstTokens()) : `p50; p95 ${read.seconds(read.quantile(firstTokens(), 0.95))}`}, ${spanName()}`,
   },
   {
     name: "Waiting for a batch",
@@ -190,7 +175,7 @@ const TILES = [
 ].map((tile) => {
   const [svg, draw] = sparkline();
   const [figure, aside] = [make("div", { class: "figure" }), make("div", { class: "aside" })];
-  find("#tiles").append(make("div", { class: "tile" }, make("h3", {}, tile.name), figure, aside, svg));
+  find("#tiles").append(make("div", { class: "tile" }, make("h2", {}, tile.name), figure, aside, svg));
   if (tile.series) aside.dataset.series = tile.series;
   return { ...tile, elements: { figure, aside, draw } };
 });
@@ -311,7 +296,11 @@ function showLane(now) {
     return make("tr", {}, make("th", { scope: "row" }, swatch, kind), make("td", { class: "number" }), make("td", { class: "spark" }, svg), ...cells(2, numbers(0, 1)));
   };
   list(find("#lane tbody"), items, (each) => each.kind, create, (row, { kind, share }) => {
-    const p95 = (name) => read.seconds(read.quantile(history.histogram(name, { kind }, isRecent), 0.95));
+    const p95 = (name) => {
+      const times = history.histogram(name, { kind }, isRecent);
+      const few = read.count(times) && read.isFew(times) ? `, ${meanOf(times)}` : "";
+      return read.seconds(read.typical(times, 0.95)) + few;
+    };
     fill(row, [undefined, read.percent(share), undefined, p95("gateway_lane_hold_seconds"), p95("gateway_lane_wait_seconds")]);
     laneLines.get(kind)(history.draw(`lane ${kind}`, share), 1);
   });
@@ -381,7 +370,8 @@ function showStages() {
       cell.title = `${stage}: ${read.integer(read.count(times))} requests`;
       cell.dataset.stage = cell.dataset.label = stage;
       cell.className = read.count(times) ? "number" : "number empty";
-      const texts = QUANTILES.map((q) => read.count(times) ? read.seconds(read.quantile(times, q)) : "");
+      const mean = read.count(times) ? [read.seconds(read.mean(times)), meanOf(times), ""] : ["", "", ""];
+      const texts = read.isFew(times) ? mean : QUANTILES.map((q) => read.seconds(read.quantile(times, q)));
       texts.forEach((text, nth) => say(cell.children[nth], text));
     });
   });

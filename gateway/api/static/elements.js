@@ -35,6 +35,19 @@ export function button(text, act, fail, attributes = {}) {
   return made;
 }
 
+/** Make a button that copies a text, which is shown: beyond localhost and TLS, browsers copy a selection only. */
+export function copyButton(text, shown, label) {
+  const tell = (said) => setTimeout(say, 2000, say(made, said), "Copy");
+  const copy = async () => {
+    if (navigator.clipboard) await navigator.clipboard.writeText(text());
+    else getSelection().selectAllChildren(shown);
+    if (!navigator.clipboard && !document.execCommand("copy")) throw new Error("refused");
+    tell("Copied");
+  };
+  const made = button("Copy", copy, () => tell("Not copied"), { title: label, class: "copy" });
+  return made;
+}
+
 /** Give `take` the files that are pasted into an element or dropped onto it. */
 export function onFiles(element, take) {
   element.addEventListener("dragover", (event) => event.preventDefault());

@@ -1,6 +1,6 @@
 // The gateway as the page calls it: keys, requests, and the two kinds of stream.
 
-const ROOT = new URL("../", import.meta.url); // also right behind a proxy that adds a prefix
+export const ROOT = new URL("../", import.meta.url); // also right behind a proxy that adds a prefix
 const NAMES = { api: "mlx-gateway.api-key", admin: "mlx-gateway.admin-key" };
 const UNREACHABLE = "The gateway cannot be reached.";
 

@@ -46,6 +46,8 @@ export function since(later, earlier) {
 
 export const count = ({ counts }) => counts.at(-1) ?? 0;
 export const mean = (one) => (count(one) ? one.sum / count(one) : null);
+export const isFew = (one) => count(one) < 20; // a percentile of so few would be made up: the mean is shown
+export const typical = (one, q) => (isFew(one) ? mean(one) : quantile(one, q));
 
 /**
  * Return a quantile as Prometheus' histogram_quantile does: linear within its bucket. Beyond the

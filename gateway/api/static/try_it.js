@@ -1,9 +1,9 @@
 // The panel to try a model: chat as it is written, the cosine of two texts, a list by relevance.
 
-import { call, events } from "./gateway.js";
-import { find, list, make, say } from "./elements.js";
-import { picture, takePictures } from "./pictures.js";
-import { decimal, integer, percent, seconds } from "./readings.js";
+import { startChat } from "./chat.js";
+import { call } from "./gateway.js";
+import { find, list, make } from "./elements.js";
+import { integer, percent, seconds } from "./readings.js";
 
 const KINDS = { chat: ["chat"], embed: ["embedding"], rerank: ["rerank", "embedding"] };
 const tabs = [...document.querySelectorAll("#try-it [role=tab]")];
@@ -29,6 +29,17 @@ for (const [index, tab] of tabs.entries()) {
   });
 }
 choose(tabs[0]);
+
+const [wide, WIDE] = [find("#wide"), "mlx-gateway.wide"];
+
+function widen(isWide) {
+  find("main").classList.toggle("wide-panel", isWide);
+  wide.setAttribute("aria-pressed", isWide);
+  sessionStorage.setItem(WIDE, isWide);
+}
+
+wide.addEventListener("click", () => widen(wide.getAttribute("aria-pressed") !== "true"));
+widen(sessionStorage.getItem(WIDE) === "true");
 
 /** Offer the models of each sample to the three forms; a choice stays as long as its model does. */
 export function offerModels(models, mostBytes) {
@@ -79,89 +90,7 @@ function on(name, work) {
 
 // ── Chat ─────────────────────────────────────────────────────────────────────────────────────────
 
-const chat = form("chat");
-const turns = find(".turns", chat);
-const [stop, clear] = [find(".stop", chat), find(".clear", chat)];
-const pictures = takePictures(chat, (text) => say(find(".result", chat), text));
-let messages = [];
-let writing = null;
-
-function addTurn(role, text = "", shown = []) {
-  const [thought, words] = [make("span", { class: "thought" }), make("span", {}, text)];
-  const turn = make("div", { class: `turn ${role}` }, ...shown.map(picture), thought, words);
-  turns.append(turn);
-  turn.scrollIntoView({ block: "nearest" });
-  return { turn, thought, words };
-}
-
-on("chat", async (result, elapsed) => {
-  const { text, model } = chat.elements;
-  const asked = text.value.trim() || text.placeholder;
-  const [shown, content] = await pictures.take(asked);
-  messages.push({ role: "user", content });
-  addTurn("user", asked, shown);
-  text.value = "";
-  const { turn, thought, words } = addTurn("assistant");
-  writing = new AbortController();
-  stop.hidden = false;
-  let [answer, usage, timings, firstS, leftOut] = ["", null, null, null, 0];
-  try {
-    const body = { model: model.value, messages, stream: true, stream_options: { include_usage: true } };
-    const given = { "x-gateway-leave-out-images": "true" }; // of earlier turns, if the model reads none
-    const note = (headers) => (leftOut = Number(headers.get("x-gateway-images-left-out")));
-    for await (const event of events("v1/chat/completions", body, { signal: writing.signal, given, note })) {
-      usage = event.usage ?? usage;
-      timings = event.timings ?? timings;
-      const delta = event.choices[0]?.delta ?? {};
-      if (delta.content || delta.reasoning_content) firstS ??= elapsed();
-      if (delta.reasoning_content) thought.append(delta.reasoning_content);
-      if (delta.content) {
-        answer += delta.content;
-        const isAtEnd = turns.scrollHeight - turns.scrollTop - turns.clientHeight < 24;
-        words.append(delta.content);
-        if (isAtEnd) turns.scrollTop = turns.scrollHeight;
-      }
-    }
-    say(result, describe(usage, timings, firstS, elapsed(), leftOut));
-  } catch (error) {
-    if (!writing.signal.aborted) {
-      if (!answer) turn.remove();
-      throw error;
-    }
-    say(result, "Stopped.");
-  } finally {
-    stop.hidden = true;
-    if (answer) messages.push({ role: "assistant", content: answer });
-    else messages.pop(); // what was not answered is not part of the conversation
-  }
-});
-
-function describe(usage, timings, firstS, totalS, leftOut) {
-  if (!usage) return "";
-  const { completion_tokens: written, prompt_tokens: readTokens } = usage;
-  const decodeS = (timings?.decode_ms ?? 0) / 1000;
-  const parts = [`${integer(readTokens)} prompt tokens, ${integer(written)} completion tokens`];
-  if (firstS != null) parts.push(`first token after ${seconds(firstS)}`);
-  if (decodeS > 0 && written > 1) parts.push(`${decimal((written - 1) / decodeS)} tokens/s`);
-  parts.push(`${seconds(totalS)} in total`);
-  if (leftOut) parts.push(`pictures of earlier turns left out, as this model reads text: ${leftOut}`);
-  return parts.join(" · ");
-}
-
-stop.addEventListener("click", () => writing?.abort());
-clear.addEventListener("click", () => {
-  writing?.abort();
-  messages = [];
-  for (const each of turns.querySelectorAll("img")) URL.revokeObjectURL(each.src);
-  turns.replaceChildren();
-  say(find(".result", chat), "");
-});
-chat.elements.text.addEventListener("keydown", (event) => {
-  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
-    event.preventDefault();
-    if (chat.dataset.busy !== "true") chat.requestSubmit();
-  }
-});
+const pictures = startChat(form("chat"), (work) => on("chat", work));
 
 // ── Embed and rerank ─────────────────────────────────────────────────────────────────────────────
 
@@ -183,12 +112,11 @@ on("rerank", async (result) => {
   const texts = documents.value.split("\n").filter((line) => line.trim());
   const body = { model: model.value, query: query.value, documents: texts };
   const { results } = await (await call("v1/rerank", { body })).json();
-  result.replaceChildren(
-    ...results.map(({ index, relevance_score: score }) => {
-      const bar = make("i");
-      bar.style.width = percent(score).replace(" ", "");
-      const share = make("b", { title: String(score) }, score.toFixed(3));
-      return make("li", {}, make("span", {}, texts[index]), share, make("span", { class: "meter" }, bar));
-    }),
-  );
+  const items = results.map(({ index, relevance_score: score }) => {
+    const bar = make("i");
+    bar.style.width = percent(score).replace(" ", "");
+    const share = make("b", { title: String(score) }, score.toFixed(3));
+    return make("li", {}, make("span", {}, texts[index]), share, make("span", { class: "meter" }, bar));
+  });
+  result.replaceChildren(make("ol", { class: "ranking" }, ...items));
 });
