@@ -68,9 +68,9 @@ def is_clean(ended: Ended) -> bool:
         return False
 
 
-@pytest.mark.parametrize("mark", ["| gateway\n", "gateway.errors\n", "mlx.core\n"])
+@pytest.mark.parametrize("mark", ["typer", "gateway.errors\n", "mlx.core\n"])
 def test_an_early_interrupt_prints_no_traceback(tmp_path: Path, mark: str) -> None:
-    """At the first import, at the commands' imports, and at those of mlx."""
+    """At the first import of a library, at the commands' own, and at those of mlx."""
     ended = interrupted(tmp_path, mark)
     assert ended.status == EARLY
     assert is_clean(ended)
@@ -82,7 +82,7 @@ def test_the_script_begins_as_the_module_does() -> None:
     assert project["scripts"] == {"mlx-gateway": "gateway.__main__:main"}
 
 
-@pytest.mark.parametrize("mark", ["mlx_lm\n", "tokenizers\n", "transformers.utils.hub\n"])
+@pytest.mark.parametrize("mark", ["mlx_lm.utils\n", "mlx_lm\n"])
 def test_an_interrupt_during_a_loads_imports_is_a_drain(tmp_path: Path, mark: str) -> None:
     """A thread of the load is in native code then, which Python's end would abort."""
     ended = interrupted(tmp_path, mark)
@@ -102,14 +102,16 @@ def test_a_second_interrupt_ends_a_load_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 def test_interrupts_at_any_time_never_abort(tmp_path: Path) -> None:
-    """Two hundred: a third of them once, the others again within half a second."""
+    """A third of two hundred once, the others again within half a second."""
     whole = interrupted(tmp_path, '"event":"ready"')
     assert whole.status == DRAINED
-    lines = (tmp_path / "log").read_text().count("\n")
+    log = (tmp_path / "log").read_text()
+    # Nobody can handle an interrupt while Python itself starts.
+    first, last = log.partition("typer")[0].count("\n") + 1, log.count("\n")
     chance = random.Random(SEED)
     ends, wrong = Counter[int](), list[Ended]()
     for number in range(TRIALS):
-        mark = chance.randrange(1, lines)
+        mark = chance.randrange(first, last)
         pause_s = chance.uniform(0, 0.5) if number % 3 else None
         ended = interrupted(tmp_path, mark, pause_s)
         ends[ended.status] += 1
