@@ -141,7 +141,7 @@ BUDGET: dict[str, int] = {
     "api": 2952,
     "app": 1605,
     "bench": 302,
-    "cli": 1820,
+    "cli": 1808,
     "clock": 42,
     "doctor": 515,
     "engine": 16300,
