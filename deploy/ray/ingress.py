@@ -69,7 +69,7 @@ class Ingress:
         self._catalog = read_catalog()
         self._salt = salt
         self.is_preloaded = asyncio.Event()
-        self.local_key = None
+        self.local_key: str | None = None
         self.in_flight = InFlight()
         self.asgi: ASGIApp = protect(
             self._serve,
