@@ -233,7 +233,7 @@ async def test_preloading_more_than_there_are_places_is_warned_of(tmp_path: Path
 async def test_the_version_is_told_to_those_who_have_a_key(
     models: Catalog, engines: ScriptedEngines
 ) -> None:
-    async with served(models, engines, **KEYS) as client:
+    async with served(models, engines, api_keys="k") as client:
         for path in ("/version", "/v1/version"):
             assert (await client.get(path)).status_code == 401
             answer = await client.get(path, headers={"authorization": "Bearer k"})
@@ -242,7 +242,7 @@ async def test_the_version_is_told_to_those_who_have_a_key(
 
 async def test_healthz_is_health(models: Catalog, engines: ScriptedEngines) -> None:
     """A probe has no key, and Kubernetes's writes the path so."""
-    async with served(models, engines, **KEYS) as client:
+    async with served(models, engines, api_keys="k") as client:
         for path in ("/health", "/healthz"):
             answer = await client.get(path, headers={"host": "10.0.0.7:8000"})
             assert (answer.status_code, answer.json()) == (200, {"status": "ok"})

@@ -1,6 +1,8 @@
 """list, ps, show, load and stop: what they print, and the next step of all that they refuse."""
 
 import json
+import os
+import pty
 import re
 import signal
 import stat
@@ -22,7 +24,7 @@ from gateway.cli.local_key import keep_key, read_key
 from tests.checkpoints import write_chat
 from tests.cli.conftest import Inside
 from tests.fakes import ScriptedEngines
-from tests.processes import command, free_port, ran, started
+from tests.processes import command, environment, free_port, ran, started
 from tests.serving_app import catalog, ready, served, served_app, settings
 
 NOBODY = "1"  # a port at which nothing answers
@@ -76,6 +78,24 @@ def test_list_has_a_line_for_each_model(home: Path, run: Run) -> None:
     assert [line.split("\t")[:3] for line in lines] == [
         ["embedder", "embedding", "no"], ["org/writer", "chat", "yes"]
     ]  # fmt: skip
+
+
+def test_a_terminal_shows_each_model_in_a_line(home: Path) -> None:
+    """The commit of a source has 40 digits, which only `--long` shows there."""
+    commit = "a" * 40
+    catalog(home, {"embedder": {"kind": "embedding", "source": f"hub:org/embedder@{commit}"}})
+    given = {"TERM": "xterm", "COLUMNS": "80", "NO_COLOR": "1", "GATEWAY_HUB_CACHE": "cache"}
+    for arguments in (["list"], ["models"], ["models", "--long"]):
+        master, slave = pty.openpty()
+        subprocess.run(
+            command(*arguments), cwd=home, env=environment(**given), stdout=slave, check=True
+        )
+        os.close(slave)
+        shown = os.read(master, 65536).decode()
+        os.close(master)
+        is_long = "--long" in arguments
+        assert (len(re.findall("a{5,}", shown)) > 0) is is_long
+        assert (len([line for line in shown.splitlines() if line.strip()]) > 3) is is_long
 
 
 def test_show_tells_what_the_files_say(home: Path, run: Run) -> None:
