@@ -34,7 +34,8 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Serve a tiny model that sees, whose words mean nothing, and one that reads text."""
     folder = tmp_path_factory.mktemp("pictures")
     write_seeing("qwen3_vl", folder / "model")
-    seeing = {"kind": "chat", "source": "path:model", "preload": True}
+    sampling = {"temperature": 0}
+    seeing = {"kind": "chat", "source": "path:model", "preload": True, "sampling": sampling}
     models = {"seeing": seeing, "demo-chat": MODELS["demo-chat"]}
     (folder / "models.yaml").write_text(yaml.safe_dump({"version": 1, "models": models}))
     with started(folder, folder / "models.yaml") as address:

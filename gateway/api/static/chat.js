@@ -108,8 +108,8 @@ export function startChat(form, on) {
 
   function keep() {
     const kept = fitting(turns);
-    const record = { turns: kept, isCut: kept.length < turns.length, system: system.value, isOpen: options.open };
-    for (const name of NUMBERS) record[name] = form.elements[name].value;
+    const record = { turns: kept, isCut: kept.length < turns.length, isOpen: options.open };
+    for (const name of ["model", "system", ...NUMBERS]) record[name] = form.elements[name].value;
     try {
       sessionStorage.setItem(KEPT, JSON.stringify(record));
     } catch {
@@ -118,6 +118,7 @@ export function startChat(form, on) {
   }
 
   function restore({ turns: kept, isCut, isOpen, ...fields }) {
+    if (fields.model) model.append(make("option", { value: fields.model, "data-key": fields.model }, fields.model));
     for (const [name, value] of Object.entries(fields)) form.elements[name].value = value;
     options.open = isOpen;
     if (isCut) say(result, "Earlier messages were too long to be kept over the reload.");
@@ -196,7 +197,6 @@ export function startChat(form, on) {
     writing?.abort();
     text.focus();
   }
-
   stop.addEventListener("click", end);
   form.addEventListener("keydown", ({ key }) => key === "Escape" && !stop.hidden && end());
   clear.addEventListener("click", () => {
