@@ -39,7 +39,7 @@ BANDWIDTHS: Final = (102e9, 205e9, 410e9, 819e9)
 # The most bytes that Macs with each of the chips but the last offer: of 32, 64 and 128 GiB. For M4:
 # https://huggingface.co/hardware/apple-m4, .../apple-m4-max.
 OFFERED: Final = (SMALL_MAC * 2 // 3, 48 * GIB, 96 * GIB)
-CORE: Final = 8e9  # two cores read 16.4 GB/s: docs/performance.md
+CORE: Final = 8e9  # two cores read 16.4 GB/s: benchmarks/measurements.md
 WIDENED: Final = 7  # bytes in float32, which weights become on a CPU, of a byte in 4 bits
 FAST: Final = 15  # tokens per second at most, some ten in practice: faster than most people read
 ROOMS: Final = (32_768, 8192)  # tokens; contexts of agents, and of conversations
