@@ -6,9 +6,9 @@ import binascii
 import io
 import json
 import re
-import sys
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -364,7 +364,7 @@ async def test_a_page_of_items_ends_early_at_large_ones(
 @pytest.fixture
 def written(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
     to = io.StringIO()
-    monkeypatch.setattr(sys, "stderr", to)
+    monkeypatch.setattr(logs, "sys", SimpleNamespace(stderr=to))
     try:
         logs.configure("debug", "json")
         yield to

@@ -2,8 +2,8 @@
 
 import io
 import json
-import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import httpx2
@@ -47,7 +47,7 @@ def written(
 ) -> Iterator[io.StringIO]:
     """Give all that is logged, down to the least serious event."""
     to = io.StringIO()
-    monkeypatch.setattr(sys, "stderr", to)
+    monkeypatch.setattr(logs, "sys", SimpleNamespace(stderr=to))
     try:
         logs.configure("debug", request.param)
         yield to
@@ -139,7 +139,7 @@ async def test_prompts_are_logged_when_settings_say_so(
     """Those for a model that may not be named too, but not those of a body that is refused."""
     engines = ScriptedEngines(chat=ScriptedChat(max_context=1000))
     written = io.StringIO()
-    monkeypatch.setattr(sys, "stderr", written)
+    monkeypatch.setattr(logs, "sys", SimpleNamespace(stderr=written))
     try:
         logs.configure("info", "json")
         async with served(models, engines, log_prompts=True, any_model="org/*") as client:

@@ -441,7 +441,7 @@ def test_help_has_a_short_form_in_a_newcomers_order(home: Path, run: Run) -> Non
     assert shown == run("--help").stdout
     found = re.findall(r"^│ ([a-z]+) ", shown, re.MULTILINE)
     order = (
-        "serve list pull show ps load stop rm models launch connect "
+        "serve run list pull show ps load stop rm models launch connect "
         "doctor bench check config init schema"
     )
     assert found == order.split()
