@@ -55,6 +55,9 @@ def chatting(browser: Any, url: str, model: str = "seeing", width: int = 1280) -
         page.on("request", note)
         page.locator("#chat option", has_text="seeing").wait_for(state="attached")
         page.select_option("#chat select", model)
+        page.get_by_text("System prompt and sampling").click()
+        page.fill("#chat [name=max_tokens]", "16")  # words without a meaning have no end
+        page.get_by_text("System prompt and sampling").click()
         if model == "seeing":
             page.get_by_role("button", name="Add a picture").wait_for()
         yield page
