@@ -29,10 +29,10 @@ RUN_HERE = {"docs/api.md", "docs/rag.md", "docs/structured-output.md", "docs/too
 
 
 def test_there_are_examples() -> None:
-    """One for the SDK, two for curl; and no page has one that nothing runs: those of the tutorial
+    """One for the SDK, one for curl; and no page has one that nothing runs: those of the tutorial
     are run by tests/test_tutorial.py.
     """
-    assert [language for language, _ in EXAMPLES] == ["python", "sh", "sh"]
+    assert [language for language, _ in EXAMPLES] == ["python", "sh"]
     pages = [path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").glob("*.md")]
     with_examples = {page for page in pages if examples(page)}
     assert with_examples == {*RUN_HERE, "docs/tutorial.md"}
