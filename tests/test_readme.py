@@ -34,13 +34,17 @@ def test_a_generated_table_is_that_of_the_code(name: str) -> None:
 
 
 def test_the_readme_is_read_in_one_sitting() -> None:
-    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) < 150
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
 
 
 def test_the_readme_begins_with_what_it_is_and_how_to_start_it() -> None:
-    head = "\n".join((ROOT / "README.md").read_text(encoding="utf-8").splitlines()[:10])
-    for said in ("OpenAI-compatible", "git clone", "make serve", "make test", ".venv/bin:$PATH"):
-        assert said in head
+    """The first screen says what it is for; the second, how to have it."""
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    first, second = "\n".join(lines[:23]), "\n".join(lines[:32])
+    for said in ("OpenAI-compatible", "Continuous batching", "Tool calling", "For whoever"):
+        assert said in first
+    for said in ("git clone", "make serve", "make test", ".venv/bin:$PATH"):
+        assert said in second
 
 
 def test_every_link_leads_to_a_page_and_a_heading_that_exist() -> None:
