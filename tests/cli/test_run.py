@@ -213,6 +213,17 @@ def test_html_addresses_and_lines_are_shown() -> None:
     assert shown == ["<div>one</div>", "two three (http://four)", "!five (six)"]
 
 
+def test_a_long_block_of_code_is_whole_and_has_fewer_colours() -> None:
+    """Colours took seconds for 500 lines."""
+    colours = []
+    for lines in (5, 2000):
+        out, code = io.StringIO(), "```python\n" + "x = 1\n" * lines + "```\n"
+        Console(file=out, force_terminal=True, color_system="standard").print(make_markdown(code))
+        assert COLOURS.sub("", out.getvalue()).count("x = 1") == lines
+        colours.append({*COLOURS.findall(out.getvalue())})
+    assert colours[1] < colours[0]
+
+
 @pytest.mark.parametrize(
     ("line", "parsed"),
     [
