@@ -19,8 +19,6 @@ from rich.segment import SegmentLines
 from rich.spinner import Spinner
 from rich.text import Text
 
-from gateway.cli.answers import Piece
-
 _THOUGHTS: Final = 400  # characters of the last thoughts that are shown
 _HIGHLIGHTED: Final = 8000  # most characters of a block of code in colours, which take long
 # HTML and images are shown as they are written, since rich would leave them out.
@@ -80,23 +78,24 @@ class Screen:
         self._text, self._thoughts = "", ""  # the parts that are drawn again
         self._since = 0.0
 
-    def draw(self, pieces: Iterable[Piece]) -> None:
+    def draw(self, pieces: Iterable[tuple[str, str]]) -> None:
+        """Show the pieces of an answer: texts and thoughts."""
         try:
             with Live(get_renderable=self._preview, console=self._console, transient=True):
-                for piece in pieces:
-                    self._take(piece)
+                for text, thoughts in pieces:
+                    self._take(text, thoughts)
         finally:
             self._fold()
             self._print(len(self._text))
 
-    def _take(self, piece: Piece) -> None:
-        if piece.thoughts:
+    def _take(self, text: str, thoughts: str) -> None:
+        if thoughts:
             self._since = self._since if self._thoughts else time.monotonic()
-            self._thoughts += piece.thoughts
-        if piece.text:
+            self._thoughts += thoughts
+        if text:
             self._fold()
-            self._text += piece.text
-            if "\n" in piece.text:
+            self._text += text
+            if "\n" in text:
                 self._print(whole_blocks(self._text))
 
     def _preview(self) -> RenderableType:
