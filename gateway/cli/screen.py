@@ -90,6 +90,7 @@ class Screen:
 
     def _take(self, text: str, thoughts: str) -> None:
         if thoughts:
+            self._print(len(self._text))
             self._since = self._since if self._thoughts else time.monotonic()
             self._thoughts += thoughts
         if text:
