@@ -39,7 +39,9 @@ def test_a_model_that_is_not_served_is_refused(url: str, tmp_path: Path) -> None
     port = {"GATEWAY_PORT": url.rpartition(":")[2]}
     done = run("echo Hello | run nobody | cat", tmp_path, **port)
     assert (done.returncode, done.stdout) == (1, "")
-    assert f"The gateway at {url} does not serve nobody.\n" in done.stderr
+    assert (
+        f"The gateway at {url} does not serve the chat model nobody. Run one of:\n" in done.stderr
+    )
     assert "\n  mlx-gateway run demo-chat\n" in done.stderr
 
 

@@ -11,8 +11,7 @@ bench      measures a server
 launch     runs a tool, such as Claude Code, on a gateway; connect prints its setup
 conversation  the messages, commands and pictures of `run`
 answers    reads answers from a gateway, without control characters
-screen     shows answers while they are written
-editor     reads prompts on a terminal
+screen     reads prompts and shows answers on a terminal
 agents     the setups of the coding agents and tools that launch and connect know
 gateways   finds the running gateway, or starts one for a tool; asks it about its models
 local_key  the key that opens /admin of a gateway on loopback to its user's commands

@@ -1,27 +1,36 @@
-"""A conversation in the terminal: its messages, commands, and pictures by path."""
+"""A conversation with a gateway's models: its messages, commands, and pictures by path."""
 
 import base64
 import json
 import os
 import re
-from collections.abc import Generator, Iterable, Sequence
+import shlex
+import sys
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Final
 
+from gateway.cli import lazy
+from gateway.cli.answers import Piece, Refused, ask, clean
+from gateway.cli.gateways import NoGateway, first_key, list_offers
+from gateway.cli.terminal import show
+from gateway.registry import Catalog
+from gateway.settings import Settings
+
+FAILURES: Final = (NoGateway, OSError, Refused)
 COMMANDS: Final = {
     "/clear": "forget the conversation",
     "/system [TEXT]": "set the system prompt; without TEXT, remove it",
-    "/think [on|off|show]": "let the model think or not; print its last thoughts",
+    "/think [on|off]": "let the model think, or not",
     "/model [NAME]": "go on with another model; without NAME, list them",
     "/save FILE": "write the conversation to a new file, as JSON",
     "/help": "list the commands and keys",
-    "/bye": "leave, as Ctrl-D and /exit do",
-    'Alt-Enter, \\ Enter, """': "go on in a new line",
-    "Ctrl-C": "stop the answer, or empty the line; twice, leave",
+    "/bye": "leave, as Ctrl-D does",
+    "Alt-Enter (Esc, Enter)": "go on in a new line",
+    "Ctrl-C": "stop the answer, or drop the line; once more, leave",
 }
-_NAMES: Final = ("/bye", "/clear", "/exit", "/help", "/model", "/save", "/system", "/think")
 _ENDINGS: Final = r"\.(?:png|jpe?g|webp|gif|bmp)"
 # A path in quotes, or one whose blanks are escaped, as terminals write a file that is dropped on
 # them. They do not escape U+202F, which is in the names of macOS's screenshots.
@@ -32,122 +41,133 @@ _PATH: Final = re.compile(
 )
 
 
-class Refused(Exception):
-    """Raised if something cannot be done as it was typed. The message gives the next step."""
-
-
 def parse_command(line: str) -> tuple[str, str] | None:
-    """Return a command and its argument, or None if a line is a prompt, as `/tmp/cat.png` is.
-
-    Raises Refused for an unknown command.
-    """
+    """Return a command and its argument, or None if a line is a prompt, as `/tmp/cat.png` is."""
     match = re.fullmatch(r"(/\w*)(?:\s+(.*))?", line.strip(), re.DOTALL)
-    if match is not None and match[1] not in _NAMES:
-        nearest = get_close_matches(match[1], _NAMES, 1) or ["/help"]
-        raise Refused(f"{match[1]} is not a command. Did you mean {nearest[0]}?")
-    return None if match is None else (match[1], (match[2] or "").strip())
+    return None if match is None else (match[1], match[2] or "")
 
 
-def find_pictures(text: str) -> tuple[str, list[Path], list[Path]]:
-    """Return a prompt without the paths of pictures in it, those paths, and those of no file."""
-    found: list[Path] = []
-    missing: list[Path] = []
-
-    def take(match: re.Match[str]) -> str:
-        given = match[1] or match[2] or re.sub(r"\\(.)", r"\1", match[3])
-        path = Path(os.path.expanduser(given))
-        if path.is_file():
-            found.append(path)
-            return ""
-        missing.extend([path] if path.is_absolute() else ())
-        return match[0]
-
-    return _PATH.sub(take, text).strip(), found, missing
+def find_pictures(text: str) -> list[Path]:
+    """Return the pictures whose paths are in a prompt."""
+    paths = (one or two or re.sub(r"\\(.)", r"\1", bare) for one, two, bare in _PATH.findall(text))
+    return [Path(path) for path in map(os.path.expanduser, paths) if os.path.isfile(path)]
 
 
-def continued(text: str) -> str | None:
-    """Return a prompt that goes on in a new line, with that line; None if the prompt is whole."""
-    if text.count('"""') % 2:
-        return f"{text}\n"
-    return f"{text[:-1]}\n" if text.endswith("\\") else None
-
-
-def unquoted(text: str) -> str:
-    """Return a prompt without triple quotes around it."""
-    match = re.fullmatch(r'\s*"""\n?(.*?)\n?"""\s*', text, re.DOTALL)
-    return match[1] if match else text
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """New text of an answer, without control characters."""
-
-    text: str = ""
-    thoughts: str = ""
-    finish: str | None = None  # the reason of the end, as OpenAI names it
+def make_question(text: str, pictures: Sequence[Path]) -> dict[str, Any]:
+    """Return a user's message. Raises OSError of a picture."""
+    parts: list[dict[str, Any]] = [{"type": "text", "text": text}] if text else []
+    for picture in pictures:
+        data = base64.b64encode(picture.read_bytes()).decode()
+        url = f"data:image/{picture.suffix[1:].lower()};base64,{data}"
+        parts.append({"type": "image_url", "image_url": {"url": url}})
+    return {"role": "user", "content": parts if pictures else text}
 
 
 @dataclass
 class Conversation:
-    """The messages between a user and a model, which reads images if it `sees`."""
+    """The messages between a user and the models of a gateway."""
 
+    url: str
+    settings: Settings
     model: str
     system: str | None = None
     thinks: bool | None = None  # None: as the model does by itself
-    sees: bool = False
-    finish: str | None = None  # why the last answer ended, as OpenAI names it; None: it was stopped
     turns: list[dict[str, Any]] = field(default_factory=list)
-
-    def messages(self) -> list[dict[str, Any]]:
-        system = [{"role": "system", "content": self.system}] if self.system else []
-        return [*system, *self.turns]
 
     def body(self) -> dict[str, Any]:
         """Return the body of a request for the next answer."""
-        body: dict[str, Any] = {"model": self.model, "messages": self.messages()}
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        body: dict[str, Any] = {"model": self.model, "messages": [*system, *self.turns]}
         if self.thinks is not None:
             body["chat_template_kwargs"] = {"enable_thinking": self.thinks}
         return body
 
-    def ask(self, text: str, pictures: Sequence[Path] = ()) -> None:
-        """Add a question. Raises Refused if the model does not see, and OSError of a picture."""
-        if pictures and not self.sees:
-            problem = f"{self.model} does not read images, so {pictures[0]} is not sent."
-            raise Refused(f"{problem} `mlx-gateway models recommend` says which models do.")
-        parts: list[dict[str, Any]] = [{"type": "text", "text": text}] if text else []
-        for picture in pictures:
-            data = base64.b64encode(picture.read_bytes()).decode()
-            url = f"data:image/{picture.suffix[1:].lower()};base64,{data}"
-            parts.append({"type": "image_url", "image_url": {"url": url}})
-        self.turns.append({"role": "user", "content": parts if pictures else text})
+    def chats(self) -> list[str]:
+        offers = list_offers(self.url, self.settings, Catalog(()))
+        return [offer.name for offer in offers if offer.kind == "chat"]
+
+    def choose(self, name: str) -> None:
+        """Go on with a model. Raises Refused, with commands to run next."""
+        chats = self.chats()
+        if name not in chats:
+            lines = [f"The gateway at {self.url} does not serve the chat model {name}. Run one of:"]
+            lines += [f"  mlx-gateway run {shlex.quote(chat)}" for chat in chats]
+            lines.append(
+                f"  GATEWAY_PORT=0 mlx-gateway run {shlex.quote(name)}  # on a new gateway"
+            )
+            raise Refused("\n".join((*lines, "  mlx-gateway models recommend")))
+        self.model = name
+
+    def answer(self, question: str, pictures: Sequence[Path] = ()) -> None:
+        """Show an answer as it is written, and keep what was said, whole or not."""
+        self.turns.append(make_question(question, pictures))
+        asked = ask(self.url, first_key(self.settings), self.body())
+        with closing(asked), closing(self.hear(asked)) as heard:
+            (lazy.screen.Screen(lazy.Console()).draw if sys.stdout.isatty() else write)(heard)
 
     def hear(self, pieces: Iterable[Piece]) -> Generator[Piece, None, None]:
         """Yield an answer, and keep it as far as it comes; without any, take the question back."""
-        said, self.finish = [], None
+        text = thoughts = ""
         try:
             for piece in pieces:
-                said.append(piece)
-                self.finish = piece.finish
+                text, thoughts = text + piece.text, thoughts + piece.thoughts
                 yield piece
         finally:
-            text = "".join(piece.text for piece in said)
-            thoughts = "".join(piece.thoughts for piece in said) or None
             if text or thoughts:
-                turn = {"role": "assistant", "content": text, "reasoning_content": thoughts}
+                turn = {"role": "assistant", "content": text, "reasoning_content": thoughts or None}
                 self.turns.append(turn)
             else:
                 self.turns.pop()
 
-    def thoughts(self) -> str:
-        """Return the last thoughts."""
-        thoughts = (turn.get("reasoning_content") for turn in reversed(self.turns))
-        return next(filter(None, thoughts), "There are no thoughts.")
+    def hold(self, read: Callable[[], str]) -> None:
+        """Answer prompts until the user leaves. Ctrl-C ends an answer; once more, it leaves."""
+        is_stopped = False
+        while True:
+            try:
+                line, is_stopped = clean(read()), False
+                self.take(line)
+            except EOFError:
+                return
+            except KeyboardInterrupt:
+                if is_stopped:
+                    return
+                is_stopped = True
+                print("stopped (Ctrl-C once more leaves)")
+            except FAILURES as error:
+                print(clean(error), file=sys.stderr)
 
-    def save(self, file: Path) -> None:
-        """Write the conversation to a new file. Raises Refused, and OSError."""
-        try:
-            with file.open("x", encoding="utf-8") as out:
-                saved = {"model": self.model, "messages": self.messages()}
-                json.dump(saved, out, ensure_ascii=False, indent=2)
-        except FileExistsError:
-            raise Refused(f"{file} is there already, and stays: name a new file.") from None
+    def take(self, line: str) -> None:
+        """Do a command, or answer a prompt. Raises EOFError if the user leaves."""
+        match parse_command(line):
+            case None if line.strip():
+                self.answer(line, find_pictures(line))
+            case "/bye", _:
+                raise EOFError
+            case "/clear", _:
+                self.turns.clear()
+            case "/system", text:
+                self.system = text or None
+            case "/think", "" | "on" | "off" as wish:
+                self.thinks = wish != "off"
+            case "/model", "":
+                print(clean("\n".join(self.chats())))
+            case "/model", name:
+                self.choose(name)
+            case "/save", file if file:
+                with Path(file).expanduser().open("x", encoding="utf-8") as out:
+                    json.dump(self.body(), out, ensure_ascii=False, indent=2)
+            case "/help", _:
+                show(("Command or key", "Effect"), COMMANDS.items())
+            case _, _:
+                raise Refused(f"{line.strip()} is not understood: /help lists the commands.")
+
+
+def write(pieces: Iterable[Piece]) -> None:
+    """Write the text of an answer, without its thoughts, and a line feed at its end."""
+    last = "\n"
+    try:
+        for piece in pieces:
+            last = piece.text or last
+            print(piece.text, end="", flush=True)
+    finally:
+        print(end="" if last.endswith("\n") else "\n", flush=True)

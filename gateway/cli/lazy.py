@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from gateway.app.chat_engines import count_kept as count_kept
     from gateway.app.named import hub_of as hub_of
     from gateway.bench import load as load
-    from gateway.cli import editor as editor
     from gateway.cli import screen as screen
     from gateway.doctor import trial as trial
     from gateway.engine import blas as blas
@@ -61,7 +60,6 @@ _PLACES = {
     "hub_of": "gateway.app.named:hub_of",
     "count_kept": "gateway.app.chat_engines:count_kept",
     "load": "gateway.bench.load",
-    "editor": "gateway.cli.editor",
     "screen": "gateway.cli.screen",
     "trial": "gateway.doctor.trial",
     "blas": "gateway.engine.blas",

@@ -1,11 +1,17 @@
-"""Shows an answer while it is written: as Markdown on a terminal, as text elsewhere."""
+"""A conversation's terminal: reads prompts, and shows answers as Markdown while they come."""
 
+import os
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
 from typing import Final
 
 from markdown_it import MarkdownIt
+from prompt_toolkit import PromptSession
+from prompt_toolkit.history import FileHistory
+from prompt_toolkit.key_binding import KeyBindings
 from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.markdown import Markdown
@@ -13,21 +19,43 @@ from rich.segment import SegmentLines
 from rich.spinner import Spinner
 from rich.text import Text
 
-from gateway.cli.conversation import Piece
-
-THOUGHT_LINES: Final = 6  # lines of the last thoughts that are shown
-_THOUGHT_CHARACTERS: Final = 2000  # enough for THOUGHT_LINES of a wide terminal
+_THOUGHTS: Final = 400  # characters of the last thoughts that are shown
+_HIGHLIGHTED: Final = 8000  # most characters of a block of code in colours, which take long
 # HTML and images are shown as they are written, since rich would leave them out.
 _PARSER: Final = MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"])
 _PARSER.disable("image")
+
+
+def make_reader(*, keeps_history: bool) -> Callable[[], str]:
+    """Return a reader of prompts. A history that cannot be kept is named, and left out."""
+    history = None
+    try:
+        history = open_history() if keeps_history else None
+    except OSError as error:
+        print(f"Prompts are not kept for later: {error}", file=sys.stderr)
+    keys, about = KeyBindings(), "Ask something. /help lists the commands."
+    keys.add("escape", "enter")(lambda event: event.current_buffer.insert_text("\n"))
+    session = PromptSession[str](history=history, key_bindings=keys, placeholder=about)
+    return partial(session.prompt, ">>> ")
+
+
+def open_history() -> FileHistory:
+    """Return the user's history, in a file that others cannot read. Raises OSError."""
+    state = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser()
+    file = state / "mlx-gateway" / "history"
+    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    file.touch(0o600)
+    return FileHistory(file)
 
 
 def make_markdown(text: str) -> Markdown:
     """Return Markdown that keeps the lines of a paragraph, as a poem needs them."""
     markdown = Markdown("", code_theme="ansi_dark", hyperlinks=False)  # shows a link's address
     markdown.parsed = _PARSER.parse(text)
-    for child in (child for token in markdown.parsed for child in token.children or ()):
-        child.type = "hardbreak" if child.type == "softbreak" else child.type
+    for token in markdown.parsed:
+        token.info = token.info if len(token.content) <= _HIGHLIGHTED else ""
+        for child in token.children or ():
+            child.type = "hardbreak" if child.type == "softbreak" else child.type
     return markdown
 
 
@@ -48,38 +76,38 @@ class Screen:
     def __init__(self, console: Console) -> None:
         self._console, self._spinner = console, Spinner("dots")
         self._text, self._thoughts = "", ""  # the parts that are drawn again
-        self._since, self._has_printed = 0.0, False
+        self._since = 0.0
 
-    def draw(self, pieces: Iterable[Piece]) -> None:
+    def draw(self, pieces: Iterable[tuple[str, str]]) -> None:
+        """Show the pieces of an answer: texts and thoughts."""
         try:
             with Live(get_renderable=self._preview, console=self._console, transient=True):
-                for piece in pieces:
-                    self._take(piece)
+                for text, thoughts in pieces:
+                    self._take(text, thoughts)
         finally:
             self._fold()
             self._print(len(self._text))
 
-    def _take(self, piece: Piece) -> None:
-        if piece.thoughts:
+    def _take(self, text: str, thoughts: str) -> None:
+        if thoughts:
             self._print(len(self._text))
             self._since = self._since if self._thoughts else time.monotonic()
-            self._thoughts += piece.thoughts
-        if piece.text:
+            self._thoughts += thoughts
+        if text:
             self._fold()
-            self._text += piece.text
-            if "\n" in piece.text:
+            self._text += text
+            if "\n" in text:
                 self._print(whole_blocks(self._text))
 
     def _preview(self) -> RenderableType:
-        if not (self._thoughts or self._text).strip():
-            return self._spinner
         room = max(1, self._console.height - 2)
         # A long block takes long to draw: the first line may open a block of code.
         first, *lines = self._text.lstrip("\n").split("\n")
         shown: RenderableType = make_markdown("\n".join((first, *lines[-room:])))
         if self._thoughts:
-            shown = Text(self._thoughts[-_THOUGHT_CHARACTERS:].lstrip(), "dim")
-            room = min(room, THOUGHT_LINES)
+            shown = Text(self._thoughts[-_THOUGHTS:].lstrip(), "dim")
+        elif not self._text.strip():
+            return self._spinner
         return SegmentLines(self._console.render_lines(shown, pad=False)[-room:], new_lines=True)
 
     def _fold(self) -> None:
@@ -91,21 +119,4 @@ class Screen:
         """Print the first characters of the text for good."""
         done, self._text = self._text[:count], self._text[count:]
         if done.strip():
-            self._console.print(*([""] if self._has_printed else []), make_markdown(done))
-            self._has_printed = True
-
-
-def write(pieces: Iterable[Piece]) -> None:
-    """Write the text of an answer, without its thoughts, and a line feed at its end."""
-    last = "\n"
-    try:
-        for piece in pieces:
-            last = piece.text or last
-            print(piece.text, end="", flush=True)
-    finally:
-        print(end="" if last.endswith("\n") else "\n", flush=True)
-
-
-def show(pieces: Iterable[Piece]) -> None:
-    """Show an answer on a terminal, or write it elsewhere."""
-    (Screen(Console()).draw if sys.stdout.isatty() else write)(pieces)
+            self._console.print(make_markdown(done), "")
