@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from gateway.engine import device as device
     from gateway.engine import hub as hub
     from gateway.engine import inputs as inputs
-    from gateway.engine.answers.reasoning import infer_reasoning as infer_reasoning
-    from gateway.engine.answers.tool_formats import infer_tools as infer_tools
     from gateway.engine.models import sharding as sharding
     from gateway.engine.models.notes import verified_by as verified_by
     from gateway.engine.vision.families import FAMILIES as FAMILIES
@@ -68,8 +66,6 @@ _PLACES = {
     "device": "gateway.engine.device",
     "hub": "gateway.engine.hub",
     "inputs": "gateway.engine.inputs",
-    "infer_reasoning": "gateway.engine.answers.reasoning:infer_reasoning",
-    "infer_tools": "gateway.engine.answers.tool_formats:infer_tools",
     "sharding": "gateway.engine.models.sharding",
     "verified_by": "gateway.engine.models.notes:verified_by",
     "FAMILIES": "gateway.engine.vision.families:FAMILIES",
