@@ -3,7 +3,6 @@
 The modules are attributes, as in `lazy.hub.on_disk(...)`.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -37,49 +36,38 @@ if TYPE_CHECKING:
     from gateway.jobs import Progress as Progress
     from gateway.jobs.steps import KvCost as KvCost
     from gateway.server import connections as connections
-    from gateway.server.connections import Config as Config
     from gateway.serving.generation import memory as memory
     from gateway.serving.ranks import links as links
 
+# What the imports above say, for when the program runs.
 _PLACES = {
-    "scan_cache_dir": "huggingface_hub:scan_cache_dir",
-    "serve": "hypercorn.asyncio:serve",
-    "Config": "gateway.server.connections:Config",
-    "LifespanTimeoutError": "hypercorn.utils:LifespanTimeoutError",
-    "progress": "rich.progress",
-    "SIMPLE_HEAD": "rich.box:SIMPLE_HEAD",
-    "Console": "rich.console:Console",
-    "Column": "rich.table:Column",
-    "Table": "rich.table:Table",
-    "engines": "gateway.app.engines",
-    "gateway": "gateway.app.gateway",
-    "limits": "gateway.app.limits",
-    "prefix_files": "gateway.app.prefix_files",
-    "ranks": "gateway.app.ranks",
-    "hub_of": "gateway.app.named:hub_of",
-    "count_kept": "gateway.app.chat_engines:count_kept",
-    "load": "gateway.bench.load",
-    "editor": "gateway.cli.editor",
-    "screen": "gateway.cli.screen",
-    "trial": "gateway.doctor.trial",
-    "blas": "gateway.engine.blas",
-    "device": "gateway.engine.device",
-    "hub": "gateway.engine.hub",
-    "inputs": "gateway.engine.inputs",
-    "sharding": "gateway.engine.models.sharding",
-    "verified_by": "gateway.engine.models.notes:verified_by",
-    "FAMILIES": "gateway.engine.vision.families:FAMILIES",
-    "Progress": "gateway.jobs:Progress",
-    "KvCost": "gateway.jobs.steps:KvCost",
-    "memory": "gateway.serving.generation.memory",
-    "connections": "gateway.server.connections",
-    "links": "gateway.serving.ranks.links",
+    "huggingface_hub": ("scan_cache_dir",),
+    "hypercorn.asyncio": ("serve",),
+    "hypercorn.utils": ("LifespanTimeoutError",),
+    "rich": ("progress",),
+    "rich.box": ("SIMPLE_HEAD",),
+    "rich.console": ("Console",),
+    "rich.table": ("Column", "Table"),
+    "gateway.app": ("engines", "gateway", "limits", "prefix_files", "ranks"),
+    "gateway.app.chat_engines": ("count_kept",),
+    "gateway.app.named": ("hub_of",),
+    "gateway.bench": ("load",),
+    "gateway.cli": ("editor", "screen"),
+    "gateway.doctor": ("trial",),
+    "gateway.engine": ("blas", "device", "hub", "inputs"),
+    "gateway.engine.models": ("sharding",),
+    "gateway.engine.models.notes": ("verified_by",),
+    "gateway.engine.vision.families": ("FAMILIES",),
+    "gateway.jobs": ("Progress",),
+    "gateway.jobs.steps": ("KvCost",),
+    "gateway.server": ("connections",),
+    "gateway.serving.generation": ("memory",),
+    "gateway.serving.ranks": ("links",),
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _PLACES:
-        raise AttributeError(name)
-    module, _, attribute = _PLACES[name].partition(":")
-    imported = import_module(module)
-    return getattr(imported, attribute) if attribute else imported
+    for place, names in _PLACES.items():
+        if name in names:
+            return getattr(__import__(place, fromlist=[name]), name)
+    raise AttributeError(name)

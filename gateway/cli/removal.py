@@ -114,16 +114,16 @@ def _plan(source: HubSource, folder: Path, model: str) -> "DeleteCacheStrategy":
     cache = lazy.scan_cache_dir(folder.parent)
     # Another repository may have the same commits, so the plan is made for this one alone.
     own = replace(cache, repos=frozenset(each for each in cache.repos if each.repo_path == folder))
-    revisions = [
-        each
+    commits = [
+        each.commit_hash
         for repo in own.repos
         for each in repo.revisions
         if source.revision in (None, each.commit_hash, *each.refs)
     ]
-    if not any(each.files for each in revisions):
+    if not commits:
         steps = "".join(f"\n  mlx-gateway {verb} {shlex.quote(model)}" for verb in ("pull", "rm"))
         fail(f"{folder} has no finished download of {source}. Finish it, then remove it:{steps}")
-    return own.delete_revisions(*(each.commit_hash for each in revisions))
+    return own.delete_revisions(*commits)
 
 
 def _find_link(folder: Path) -> Path | None:
