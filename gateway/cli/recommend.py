@@ -144,7 +144,8 @@ def fit(name: str, kind: str, facts: Facts, memory_bytes: int, settings: Setting
 
 def fits(memory_bytes: int, settings: Settings) -> Iterator[Fit]:
     sources = {name: str(entry["source"]) for name, entry in read_short_names().items()}
-    for each in filter(None, (fit(*model, memory_bytes, settings) for model in read_facts())):
+    known = filter(None, (fit(*model, memory_bytes, settings) for model in read_facts()))
+    for each in sorted(known, key=lambda fit: (fit.kind, -fit.weights_bytes)):
         # The name of a quantized repository says so.
         yield replace(each, widened=WIDENED if re.search(r"\dbit|FP4", sources[each.name]) else 1)
 
