@@ -95,13 +95,6 @@ def list_offers(url: str, settings: Settings, catalog: Catalog) -> list[Offer]:
     return offers
 
 
-def count_requests(url: str, settings: Settings) -> dict[str, int]:
-    """Return the requests in flight of a running gateway's models, by id."""
-    _, text = _fetch(url, "/metrics", first_key(settings))
-    counts = re.findall(r'^gateway_leases{model="(.+)"} (\d+)', text.decode(), re.MULTILINE)
-    return {model: int(count) for model, count in counts}
-
-
 def manage(url: str, settings: Settings, model: str, action: Literal["load", "unload"]) -> bool:
     """Load or unload a model of a running gateway. Raises NoGateway.
 
@@ -264,25 +257,21 @@ def reached(
             print(error, file=sys.stderr)
 
 
-def _ask(url: str, path: str, key: str | None = None, **options: Any) -> tuple[int | None, Any]:
-    status, body = _fetch(url, path, key, **options)
-    try:
-        return status, json.loads(body)
-    except ValueError:
-        return status, None
-
-
-def _fetch(
+def _ask(
     url: str, path: str, key: str | None = None, *, method: str = "GET", timeout_s: float = ASK_S
-) -> tuple[int | None, bytes]:
+) -> tuple[int | None, Any]:
     request = urllib.request.Request(url + path, method=method)
     if key is not None:
         request.add_header("Authorization", f"Bearer {key}")
     try:
         with DIRECTLY.open(request, timeout=timeout_s) as response:
-            return response.status, response.read()
+            status, body = response.status, response.read()
     except urllib.error.HTTPError as error:
         with error:
-            return error.code, error.read()
+            status, body = error.code, error.read()
     except (OSError, HTTPException, ValueError):
-        return None, b""
+        return None, None
+    try:
+        return status, json.loads(body)
+    except ValueError:
+        return status, None

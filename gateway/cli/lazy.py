@@ -3,7 +3,6 @@
 The modules are attributes, as in `lazy.hub.on_disk(...)`.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -30,19 +29,18 @@ if TYPE_CHECKING:
     from gateway.engine import device as device
     from gateway.engine import hub as hub
     from gateway.engine import inputs as inputs
-    from gateway.engine.answers.reasoning import infer_reasoning as infer_reasoning
-    from gateway.engine.answers.tool_formats import infer_tools as infer_tools
     from gateway.engine.models import sharding as sharding
     from gateway.engine.models.notes import verified_by as verified_by
     from gateway.engine.vision.families import FAMILIES as FAMILIES
     from gateway.jobs import Progress as Progress
     from gateway.jobs.steps import KvCost as KvCost
     from gateway.server import connections as connections
-    from gateway.server.connections import Config as Config
     from gateway.serving.generation import memory as memory
     from gateway.serving.ranks import links as links
 
+# What the imports above say, for when the program runs.
 _PLACES = {
+<<<<<<< HEAD
     "scan_cache_dir": "huggingface_hub:scan_cache_dir",
     "serve": "hypercorn.asyncio:serve",
     "Config": "gateway.server.connections:Config",
@@ -76,12 +74,35 @@ _PLACES = {
     "memory": "gateway.serving.generation.memory",
     "connections": "gateway.server.connections",
     "links": "gateway.serving.ranks.links",
+=======
+    "huggingface_hub": ("scan_cache_dir",),
+    "hypercorn.asyncio": ("serve",),
+    "hypercorn.utils": ("LifespanTimeoutError",),
+    "rich": ("progress",),
+    "rich.box": ("SIMPLE_HEAD",),
+    "rich.console": ("Console",),
+    "rich.table": ("Column", "Table"),
+    "gateway.app": ("engines", "gateway", "limits", "prefix_files", "ranks"),
+    "gateway.app.chat_engines": ("count_kept",),
+    "gateway.app.named": ("hub_of",),
+    "gateway.bench": ("load",),
+    "gateway.cli": ("editor", "screen"),
+    "gateway.doctor": ("trial",),
+    "gateway.engine": ("blas", "device", "hub", "inputs"),
+    "gateway.engine.models": ("sharding",),
+    "gateway.engine.models.notes": ("verified_by",),
+    "gateway.engine.vision.families": ("FAMILIES",),
+    "gateway.jobs": ("Progress",),
+    "gateway.jobs.steps": ("KvCost",),
+    "gateway.server": ("connections",),
+    "gateway.serving.generation": ("memory",),
+    "gateway.serving.ranks": ("links",),
+>>>>>>> T1
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _PLACES:
-        raise AttributeError(name)
-    module, _, attribute = _PLACES[name].partition(":")
-    imported = import_module(module)
-    return getattr(imported, attribute) if attribute else imported
+    for place, names in _PLACES.items():
+        if name in names:
+            return getattr(__import__(place, fromlist=[name]), name)
+    raise AttributeError(name)

@@ -6,32 +6,24 @@ import sys
 import time
 from collections.abc import Iterator
 from datetime import timedelta
-from pathlib import Path
-from typing import Annotated, Literal
-
-import typer
+from typing import Literal
 
 from gateway.app.named import load_served, parse_name
 from gateway.cli import lazy
-from gateway.cli.gateways import address, count_requests, find, list_running, manage
+from gateway.cli.gateways import address, find, list_running, manage
 from gateway.cli.models import disk_state, list_models
 from gateway.cli.terminal import (
     Discover,
     GatewayPort,
     ModelName,
     ModelsFile,
-    complete_model,
     fail,
     flags_of,
 )
 from gateway.cli.terminal import show as show_table
 from gateway.logs import human_bytes
-from gateway.registry import ChatSpec, ModelSpec, is_gguf, source_id
+from gateway.registry import ModelSpec, source_id
 from gateway.settings import Settings, load_settings
-
-STOP = """\
-To unload a model, name it: mlx-gateway stop MODEL (mlx-gateway ps lists those that are loaded).
-To end a gateway, press Ctrl-C where it runs, or stop its service."""
 
 
 def list_(models: ModelsFile = None, discover: Discover = False) -> None:
@@ -40,7 +32,7 @@ def list_(models: ModelsFile = None, discover: Discover = False) -> None:
 
 
 def show(model: ModelName, models: ModelsFile = None) -> None:
-    """Describe a model: its source, files, context, formats, and its keys of models.yaml."""
+    """Describe a model: its source, files, context, and its keys of models.yaml."""
     settings = load_settings({"models": models})
     catalog = load_served(settings)
     if model not in catalog.names():
@@ -63,38 +55,23 @@ def _describe(spec: ModelSpec, settings: Settings) -> Iterator[tuple[str, str]]:
             yield "path", str(files)
             yield "context", f"{inputs.max_tokens:,} tokens" if inputs.max_tokens else "unknown"
             yield "reads", ", ".join(inputs.modalities)
-            if isinstance(spec, ChatSpec) and not is_gguf(files.name):
-                yield from _formats(spec, files)
     given = spec.model_dump(exclude_unset=True, exclude={"id", "kind", "source", "aliases"})
     for key, value in given.items():
         yield key, json.dumps(value, default=str, ensure_ascii=False)
 
 
-def _formats(spec: ChatSpec, files: Path) -> Iterator[tuple[str, str]]:
-    """Yield the formats that a template tells. The load also looks at the vocabulary."""
-    kind = str(json.loads((files / "config.json").read_bytes()).get("model_type"))
-    tokenizer = json.loads((files / "tokenizer_config.json").read_bytes())
-    own, declared = files / "chat_template.jinja", tokenizer.get("tool_parser_type")
-    written = own.read_text(encoding="utf-8") if own.is_file() else tokenizer.get("chat_template")
-    text = spec.chat_template or str(written or "")
-    yield "template", f"{len(text):,} characters" if text else "none"
-    yield "tools", spec.tool_parser or lazy.infer_tools((), text, kind, declared) or "none"
-    yield "thoughts", spec.reasoning_parser or lazy.infer_reasoning((), text, kind)
-
-
 def ps(port: GatewayPort = None) -> None:
-    """List the running gateway's loaded models: memory, time idle, requests in flight."""
+    """List the running gateway's loaded models: memory, and time idle."""
     settings = load_settings({"port": port})
     url, rows = _require_running(settings), []
-    counts = count_requests(url, settings)
     for model in list_running(url, settings):
         if model["id"] == model["root"] and model["state"] != "unloaded":
             used, nbytes = model["last_used"], model["bytes"]
             idle = str(timedelta(seconds=max(0, int(time.time() - used)))) if used else ""
-            memory, count = human_bytes(nbytes) if nbytes else "", str(counts.get(model["id"], 0))
-            rows.append((model["id"], model["kind"], model["state"], memory, idle, count))
+            memory = human_bytes(nbytes) if nbytes else ""
+            rows.append((model["id"], model["kind"], model["state"], memory, idle))
     if rows:
-        show_table(("Model", "Kind", "State", "Memory", "Idle", "In flight"), rows)
+        show_table(("Model", "Kind", "State", "Memory", "Idle"), rows)
     else:
         print("No model is loaded; a request loads one, or `mlx-gateway load`.", file=sys.stderr)
 
@@ -105,15 +82,11 @@ def load(model: ModelName, port: GatewayPort = None) -> None:
     print(f"{name} is loaded.")
 
 
-def stop(
-    model: Annotated[
-        str | None, typer.Argument(help="The model to unload.", autocompletion=complete_model)
-    ] = None,
-    port: GatewayPort = None,
-) -> None:
-    """Unload a model from the running gateway, which goes on to serve the others."""
-    if model is None:
-        fail(STOP, 2)
+def stop(model: ModelName, port: GatewayPort = None) -> None:
+    """Unload a model from the running gateway, which goes on to serve the others.
+
+    No command ends a gateway: press Ctrl-C where it runs, or stop its service.
+    """
     name, is_gone = _manage(model, "unload", load_settings({"port": port}))
     end = "is unloaded" if is_gone else "will be unloaded when its requests end"
     print(f"{name} {end}; a later request loads it again.")

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import typer
 
@@ -138,9 +138,6 @@ def models(
     names: Names = None,
     models: ModelsFile = None,
     discover: Discover = False,
-    is_long: Annotated[
-        bool, typer.Option("--long", help="Print aliases and sources on a terminal too.")
-    ] = False,
 ) -> None:
     """List the models: id, kind, whether they are on disk, and their size.
 
@@ -149,7 +146,7 @@ def models(
     """
     if context.invoked_subcommand is None:
         settings = load_settings(flags_of(models, names, discover=discover))
-        list_models(settings, is_long=is_long or not sys.stdout.isatty())
+        list_models(settings, is_long=not sys.stdout.isatty())
 
 
 def list_models(settings: Settings, *, is_long: bool) -> None:

@@ -47,7 +47,7 @@ def rm(
     folder = blobs.parents[1].resolve() / blobs.parent.name
     with _unused(folder, again):
         plan = _plan(source, folder, model)
-        paths = sorted((*plan.repos, *plan.snapshots, *plan.files))
+        paths = sorted((*plan.repos, *plan.snapshots))
         if sharing:
             print(f"Models of models.yaml with this repository: {', '.join(sharing)}")
         print(*paths, f"{human_bytes(plan.expected_freed_size)} in all", sep="\n")
@@ -69,8 +69,8 @@ def _read_name(model: str, catalog: Catalog, known: Mapping[str, str]) -> HubSou
         source = source or catalog.resolve(model).spec.source
     except ValueError as error:
         fail(error, 2)
-    if not isinstance(source, HubSource):
-        fail(f"{source} is no download of the hub (hub:org/name); only those are removed.", 2)
+    if not isinstance(source, HubSource) or source.file is not None:
+        fail(f"{source} is no download of the hub (hub:org/name); rm takes only those, whole.", 2)
     return source
 
 
@@ -114,24 +114,16 @@ def _plan(source: HubSource, folder: Path, model: str) -> "DeleteCacheStrategy":
     cache = lazy.scan_cache_dir(folder.parent)
     # Another repository may have the same commits, so the plan is made for this one alone.
     own = replace(cache, repos=frozenset(each for each in cache.repos if each.repo_path == folder))
-    revisions = [
-        each
+    commits = [
+        each.commit_hash
         for repo in own.repos
         for each in repo.revisions
         if source.revision in (None, each.commit_hash, *each.refs)
     ]
-    files = {file: each.snapshot_path for each in revisions for file in each.files}
-    wanted = [
-        file
-        for file, snapshot in files.items()
-        if source.file in (None, str(file.file_path.relative_to(snapshot)))
-    ]
-    if not wanted:
+    if not commits:
         steps = "".join(f"\n  mlx-gateway {verb} {shlex.quote(model)}" for verb in ("pull", "rm"))
         fail(f"{folder} has no finished download of {source}. Finish it, then remove it:{steps}")
-    if len(wanted) < len(files):  # other GGUF files stay
-        return own.delete_files(*wanted)
-    return own.delete_revisions(*(each.commit_hash for each in revisions))
+    return own.delete_revisions(*commits)
 
 
 def _find_link(folder: Path) -> Path | None:

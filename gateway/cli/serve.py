@@ -114,7 +114,7 @@ def _serve_as_rank(settings: Settings, catalog: "Catalog") -> None:
 def _make_tls(settings: Settings) -> "ssl.SSLContext | None":
     if settings.tls_cert is None:
         return None
-    config = lazy.Config()
+    config = lazy.connections.Config()
     config.certfile, config.keyfile = str(settings.tls_cert), str(settings.tls_key)
     config.alpn_protocols = ["http/1.1"]
     return config.create_ssl_context()
@@ -166,7 +166,7 @@ async def run(gateway: Serving, settings: Settings, leader: "Leader | None" = No
         # Hypercorn closes idle connections but, since Python 3.12.1, would wait for all others.
         loop.call_later(LAST_WORDS_S, connections.Connection.crowd.abort_all)
 
-    config = lazy.Config()
+    config = connections.Config()
     config.keep_alive_timeout = settings.keep_alive_timeout_s
     config.h11_max_incomplete_size = settings.read_header_bytes
     loop.set_exception_handler(connections.make_exception_handler())
@@ -180,9 +180,10 @@ async def run(gateway: Serving, settings: Settings, leader: "Leader | None" = No
         with listen(settings.binds, scheme=settings.scheme) as config.bind, progress:
             progress.callback(logs.configure, settings.log_level, settings.log_format)
             progress.enter_context(shown(partial(_look, gateway)))
-            work = _ready(gateway, settings, config.bind, progress)
+            places = find_places(config.bind)  # Hypercorn may close the sockets later
+            work = _ready(gateway, settings, places, progress)
             readying = asyncio.create_task(work, name="ready")
-            first = next(iter(find_places(config.bind)), Place(""))
+            first = next(iter(places), Place(""))
             with keep_key(gateway.local_key, first.host, first.port):
                 await lazy.serve(gateway.asgi, config, shutdown_trigger=until_drained)
             readying.cancel()
@@ -200,9 +201,8 @@ def _look(gateway: Serving) -> "Progress | None":
 
 
 async def _ready(
-    gateway: Serving, settings: Settings, opened: Sequence[str], progress: contextlib.ExitStack
+    gateway: Serving, settings: Settings, places: Sequence["Place"], progress: contextlib.ExitStack
 ) -> None:
-    where = find_places(opened)  # Hypercorn may close the sockets during the wait
     await gateway.has_tried.wait()
     progress.close()
     await gateway.is_preloaded.wait()
@@ -210,7 +210,7 @@ async def _ready(
     gc.collect()
     gc.freeze()
     if logs.is_console(settings.log_format):
-        greeting = write_greeting(where, gateway.specs(), gateway.loaded(), settings)
+        greeting = write_greeting(places, gateway.specs(), gateway.loaded(), settings)
         print(greeting, file=sys.stderr, flush=True)
 
 

@@ -157,18 +157,17 @@ def test_a_commit_that_another_repository_has_stays_there(
     assert kept == ["models--a--big", "models--org--big-0", "models--z--big"]
 
 
-def test_of_several_gguf_files_the_named_one_is_removed(
+def test_a_repository_with_several_gguf_files_is_removed_whole(
     hub: FakeHub, run: Run, tmp_path: Path
 ) -> None:
     cache = tmp_path / "cache"
     fetch("org/ggufs", COMMIT, hub, cache)
-    outcome = run("rm", "hub:org/ggufs/a.gguf", "--yes")
     snapshot = cache / "models--org--ggufs" / "snapshots" / COMMIT
-    assert outcome.stdout.splitlines() == [
-        str(snapshot / "a.gguf"), "1000 B in all", "hub:org/ggufs/a.gguf is removed."
-    ]  # fmt: skip
-    assert [file.name for file in snapshot.iterdir()] == ["b.gguf"]
-    assert run("rm", "hub:org/ggufs/b.gguf", "--yes").returncode == 0
+    refused = run("rm", "hub:org/ggufs/a.gguf", "--yes")
+    assert refused.returncode == 2
+    assert "(hub:org/name); rm takes only those, whole." in refused.stderr
+    assert len([*snapshot.iterdir()]) == 2
+    assert run("rm", "hub:org/ggufs", "--yes").returncode == 0
     assert not snapshot.exists()
 
 
