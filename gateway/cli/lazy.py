@@ -40,41 +40,6 @@ if TYPE_CHECKING:
 
 # What the imports above say, for when the program runs.
 _PLACES = {
-<<<<<<< HEAD
-    "scan_cache_dir": "huggingface_hub:scan_cache_dir",
-    "serve": "hypercorn.asyncio:serve",
-    "Config": "gateway.server.connections:Config",
-    "LifespanTimeoutError": "hypercorn.utils:LifespanTimeoutError",
-    "progress": "rich.progress",
-    "SIMPLE_HEAD": "rich.box:SIMPLE_HEAD",
-    "Console": "rich.console:Console",
-    "Column": "rich.table:Column",
-    "Table": "rich.table:Table",
-    "engines": "gateway.app.engines",
-    "gateway": "gateway.app.gateway",
-    "limits": "gateway.app.limits",
-    "prefix_files": "gateway.app.prefix_files",
-    "ranks": "gateway.app.ranks",
-    "hub_of": "gateway.app.named:hub_of",
-    "count_kept": "gateway.app.chat_engines:count_kept",
-    "load": "gateway.bench.load",
-    "screen": "gateway.cli.screen",
-    "trial": "gateway.doctor.trial",
-    "blas": "gateway.engine.blas",
-    "device": "gateway.engine.device",
-    "hub": "gateway.engine.hub",
-    "inputs": "gateway.engine.inputs",
-    "infer_reasoning": "gateway.engine.answers.reasoning:infer_reasoning",
-    "infer_tools": "gateway.engine.answers.tool_formats:infer_tools",
-    "sharding": "gateway.engine.models.sharding",
-    "verified_by": "gateway.engine.models.notes:verified_by",
-    "FAMILIES": "gateway.engine.vision.families:FAMILIES",
-    "Progress": "gateway.jobs:Progress",
-    "KvCost": "gateway.jobs.steps:KvCost",
-    "memory": "gateway.serving.generation.memory",
-    "connections": "gateway.server.connections",
-    "links": "gateway.serving.ranks.links",
-=======
     "huggingface_hub": ("scan_cache_dir",),
     "hypercorn.asyncio": ("serve",),
     "hypercorn.utils": ("LifespanTimeoutError",),
@@ -86,7 +51,7 @@ _PLACES = {
     "gateway.app.chat_engines": ("count_kept",),
     "gateway.app.named": ("hub_of",),
     "gateway.bench": ("load",),
-    "gateway.cli": ("editor", "screen"),
+    "gateway.cli": ("screen",),
     "gateway.doctor": ("trial",),
     "gateway.engine": ("blas", "device", "hub", "inputs"),
     "gateway.engine.models": ("sharding",),
@@ -97,7 +62,6 @@ _PLACES = {
     "gateway.server": ("connections",),
     "gateway.serving.generation": ("memory",),
     "gateway.serving.ranks": ("links",),
->>>>>>> T1
 }
 
 
