@@ -23,6 +23,7 @@ from urllib.parse import quote
 from gateway.cli import lazy
 from gateway.cli.agents import Offer
 from gateway.cli.local_key import read_key
+from gateway.cli.progress import LINE_S
 from gateway.cli.serve import ANYWHERE
 from gateway.errors import GatewayError
 from gateway.registry import Catalog, ChatSpec, HubSource, ModelSpec
@@ -96,17 +97,24 @@ def list_offers(url: str, settings: Settings, catalog: Catalog) -> list[Offer]:
 
 
 def manage(url: str, settings: Settings, model: str, action: Literal["load", "unload"]) -> bool:
-    """Load or unload a model of a running gateway. Raises NoGateway.
+    """Load or unload a model of a running gateway, however long a load takes. Raises NoGateway.
 
     Return False if the model will be unloaded later, when its requests end.
     """
     url = url.replace("//localhost:", "//127.0.0.1:")  # the address that `read_key` knows
     key = settings.admin_key.get_secret_value() if settings.admin_key else read_key(url)
-    path = f"/admin/models/{quote(model, safe='')}/{action}"
-    status, answer = _ask(url, path, key, method="POST", timeout_s=LOAD_S)
-    if status in (HTTPStatus.OK, HTTPStatus.ACCEPTED):
-        return status == HTTPStatus.OK
-    error = (answer or {}).get("error", {})
+    path, due = f"/admin/models/{quote(model, safe='')}/{action}", 0.0
+    while True:
+        status, answer = _ask(url, path, key, method="POST", timeout_s=LOAD_S)
+        if status in (HTTPStatus.OK, HTTPStatus.ACCEPTED):
+            return status == HTTPStatus.OK
+        error = (answer or {}).get("error", {})
+        if error.get("code") != "model_loading":
+            break
+        if time.monotonic() >= due:
+            print(error["message"].removesuffix(" Try again shortly."), file=sys.stderr)
+            due = time.monotonic() + LINE_S
+        time.sleep(POLL_S)
     if status == HTTPStatus.UNAUTHORIZED or error.get("code") == "unknown_url":
         raise NoGateway(NO_ADMIN.format(url=url, action=action))
     raise NoGateway(error.get("message", f"{url} gave no answer (status {status})."))

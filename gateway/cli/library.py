@@ -2,16 +2,20 @@
 
 import contextlib
 import json
+import shlex
 import sys
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from functools import partial
 from typing import Literal
 
+from gateway import logs
 from gateway.app.named import load_served, parse_name
 from gateway.cli import lazy
 from gateway.cli.gateways import address, find, list_running, manage
 from gateway.cli.models import disk_state, list_models
+from gateway.cli.progress import shown
 from gateway.cli.terminal import (
     Discover,
     GatewayPort,
@@ -78,7 +82,13 @@ def ps(port: GatewayPort = None) -> None:
 
 def load(model: ModelName, port: GatewayPort = None) -> None:
     """Load a model in the running gateway. The gateway downloads what is missing."""
-    name, _ = _manage(model, "load", load_settings({"port": port}))
+    settings = load_settings({"port": port})
+    logs.configure("warning", settings.log_format)
+    try:
+        with shown(partial(lazy.Progress, "model_loading", model, 0, None)):
+            name, _ = _manage(model, "load", settings)
+    except KeyboardInterrupt:
+        fail(f"{model} goes on loading; to end that:\n  mlx-gateway stop {shlex.quote(model)}", 130)
     print(f"{name} is loaded.")
 
 

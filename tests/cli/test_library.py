@@ -149,6 +149,42 @@ def test_models_are_loaded_listed_and_unloaded_by_any_of_their_names(
         assert run("ps", port=port).stdout == ""
 
 
+def test_load_waits_longer_than_a_request_does(run: Run, gateway: Served) -> None:
+    engines = ScriptedEngines()
+    engines.load_gate.close()
+    with gateway(engines, admin_key="sesame", load_wait_s=0) as port, loading(port) as load:
+        assert load.stderr is not None
+        assert load.stderr.readline() == "The model `org/writer` is still loading.\n"
+        engines.load_gate.open()
+        assert load.wait(60) == 0
+        assert load.communicate() == ("w is loaded.\n", "")
+
+
+def test_a_load_that_is_left_goes_on(run: Run, gateway: Served) -> None:
+    engines = ScriptedEngines()
+    engines.load_gate.close()
+    with gateway(engines, admin_key="sesame", load_wait_s=0) as port, loading(port) as load:
+        assert load.stderr is not None
+        assert load.stderr.readline()
+        load.send_signal(signal.SIGINT)
+        assert load.wait(60) == 130
+        assert load.stderr.read() == "w goes on loading; to end that:\n  mlx-gateway stop w\n"
+        assert "\tloading\t" in run("ps", port=port).stdout
+        engines.load_gate.open()
+
+
+@contextmanager
+def loading(port: str) -> Iterator["subprocess.Popen[str]"]:
+    own, pipe = environment(**ADMIN, GATEWAY_PORT=port), subprocess.PIPE
+    with subprocess.Popen(
+        command("load", "w"), env=own, stdout=pipe, stderr=pipe, text=True
+    ) as load:
+        try:
+            yield load
+        finally:
+            load.kill()
+
+
 def test_stop_lets_requests_end(run: Run, gateway: Served) -> None:
     engines = ScriptedEngines()
     with gateway(engines, admin_key="sesame", api_keys="k", load_wait_s=0.1) as port:
