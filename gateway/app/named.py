@@ -4,7 +4,7 @@ The hub's client and mlx are imported late, since most calls need neither.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -106,10 +106,18 @@ def _unknown(name: str, valid: list[str]) -> str:
     None is served in its place: clients ask by the name that was typed, and elsewhere it may be
     another file.
     """
-    near = similar_models(name, valid, 3)
     problem = f"{shorten(name)}: not in models.yaml or the catalogue, and the hub's are org/name."
-    hint = f"Nearest: {', '.join(near)}." if near else "See `mlx-gateway models recommend`."
-    return f"{problem} {hint} Run `mlx-gateway serve {[*near, 'org/name'][0]}`."
+    return f"{problem} {name_nearest(name, valid, 'serve', 'models recommend')}"
+
+
+def name_nearest(name: str, valid: Iterable[str], verb: str, other: str) -> str:
+    """Name the nearest models, and the command of this verb to type next; if none is near, the
+    other command.
+    """
+    near = similar_models(name, valid, 3)
+    if not near:
+        return f"Run `mlx-gateway {other}`."
+    return f"Nearest: {', '.join(near)}. Run `mlx-gateway {verb} {near[0]}`."
 
 
 def parse_name(text: str) -> Source | None:

@@ -25,6 +25,7 @@ The exit status is 2 for wrong usage or settings, and 1 for other failures.
 import contextlib
 import errno
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated
@@ -59,7 +60,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _application()(args=arguments, prog_name="mlx-gateway")
     except (SettingsInvalid, BlasUnusable) as error:
         fail(error, 2)
-    except (RegistryInvalid, GatewayError, NoGateway) as error:
+    except RegistryInvalid as error:
+        verb = [*(sys.argv[1:] if arguments is None else arguments), ""][0]
+        typed = verb if verb in ("run", "pull", "show", "check", "models") else "serve"
+        fail(str(error).replace("Run `mlx-gateway serve ", f"Run `mlx-gateway {typed} "))
+    except (GatewayError, NoGateway) as error:
         fail(error)
     except OSError as error:
         # A bad temporary folder has the errno of a missing file: only the text differs.

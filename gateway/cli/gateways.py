@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import quote
 
+from gateway.app.named import name_nearest
 from gateway.cli import lazy
 from gateway.cli.agents import Offer
 from gateway.cli.local_key import read_key
@@ -117,6 +118,11 @@ def manage(url: str, settings: Settings, model: str, action: Literal["load", "un
         time.sleep(POLL_S)
     if status == HTTPStatus.UNAUTHORIZED or error.get("code") == "unknown_url":
         raise NoGateway(NO_ADMIN.format(url=url, action=action))
+    if error.get("code") == "model_not_found" and "/" not in model:
+        names, words = list[str](), ("load", "list") if action == "load" else ("stop", "ps")
+        with contextlib.suppress(NoGateway):  # without an API key, no names are known
+            names = [each["id"] for each in list_running(url, settings)]
+        raise NoGateway(f"{url} has no model {model!r}. {name_nearest(model, names, *words)}")
     raise NoGateway(error.get("message", f"{url} gave no answer (status {status})."))
 
 

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gateway.app.named import load_served, parse_name
+from gateway.app.named import load_served, name_nearest, parse_name
 from gateway.cli import lazy
 from gateway.cli.gateways import find, list_running
 from gateway.cli.terminal import ModelName, ModelsFile, fail
+from gateway.errors import ModelNotFound
 from gateway.logs import human_bytes
 from gateway.registry import (
     Catalog,
@@ -63,12 +64,15 @@ def rm(
 
 
 def _read_name(model: str, catalog: Catalog, known: Mapping[str, str]) -> HubSource:
-    """Return the repository of a model. End the command for a path or a package."""
+    """Return the repository of a model. End the command for an unknown name, path or package."""
     try:
         source = None if model in catalog.names() else parse_name(known.get(model, model))
         source = source or catalog.resolve(model).spec.source
     except ValueError as error:
         fail(error, 2)
+    except ModelNotFound:
+        names = [*catalog.names(), *known]
+        fail(f"There is no model {model!r}. {name_nearest(model, names, 'rm', 'list')}")
     if not isinstance(source, HubSource) or source.file is not None:
         fail(f"{source} is no download of the hub (hub:org/name); rm takes only those, whole.", 2)
     return source

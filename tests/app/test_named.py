@@ -128,7 +128,7 @@ def test_each_name_that_cannot_be_had_is_a_line(hub: FakeHub) -> None:
         ),
         (
             "phi4",
-            "See `mlx-gateway models recommend`. Run `mlx-gateway serve org/name`.",
+            "Run `mlx-gateway models recommend`.",
         ),
     ],
 )

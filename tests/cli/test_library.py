@@ -212,10 +212,16 @@ def answering(port: str, engines: ScriptedEngines) -> Iterator[None]:
 
 def test_a_model_that_the_gateway_lacks_is_named(run: Run, gateway: Served) -> None:
     with gateway(admin_key="sesame") as port:
-        unknown = run("load", "embeder", port=port, **ADMIN)
-    assert unknown.returncode == 1
-    assert "`embeder` does not exist" in unknown.stderr
-    assert "Did you mean `embedder`?" in unknown.stderr
+        for verb, step in (("load", "list"), ("stop", "ps")):
+            unknown = run(verb, "embeder", port=port, **ADMIN)
+            assert unknown.returncode == 1
+            start, end = (
+                f"http://127.0.0.1:{port} has no model",
+                f"Run `mlx-gateway {verb} embedder`.",
+            )
+            assert unknown.stderr == f"{start} 'embeder'. Nearest: embedder. {end}\n"
+            unknown = run(verb, "xyzzy", port=port, **ADMIN)
+            assert unknown.stderr == f"{start} 'xyzzy'. Run `mlx-gateway {step}`.\n"
 
 
 def test_stop_ends_no_gateway(run: Run, gateway: Served) -> None:

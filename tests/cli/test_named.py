@@ -70,10 +70,14 @@ def test_a_name_that_cannot_be_had_is_a_line_of_every_command(
 def test_a_misspelt_name_ends_each_command_with_the_one_to_type(
     tmp_path: Path, inside: Inside
 ) -> None:
-    for name in ("serve", "check", "models", "pull"):
-        done = inside(tmp_path, name, "Qwen3.5:9B", HOME=str(tmp_path))
+    own = {"HOME": str(tmp_path), "GATEWAY_PORT": "1"}
+    for name in ("serve", "check", "models", "pull", "show", "rm"):
+        done = inside(tmp_path, name, "Qwen3.5:9B", **own)
         assert done.returncode == 1
-        assert done.stderr.endswith("Run `mlx-gateway serve qwen3.5-9b`.\n")
+        assert done.stderr.endswith(f"Run `mlx-gateway {name} qwen3.5-9b`.\n")
+        done = inside(tmp_path, name, "xyzzy", **own)
+        step = "list" if name == "rm" else "models recommend"
+        assert done.stderr.endswith(f" Run `mlx-gateway {step}`.\n")
 
 
 @pytest.mark.slow
