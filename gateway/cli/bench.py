@@ -14,7 +14,7 @@ import typer
 from gateway.bench.pictures import draw_png
 from gateway.bench.requests import Ask, Kind, Texts, Workload, chat, embeddings, rerank
 from gateway.cli import lazy
-from gateway.cli.gateways import address, first_key
+from gateway.cli.gateways import first_key, require_running
 from gateway.cli.terminal import fail, show
 from gateway.settings import load_settings
 
@@ -67,9 +67,7 @@ def bench(
         fail(NO_CLIENT)
     if url is None:
         settings = load_settings()
-        url, api_key = address(settings), api_key or first_key(settings)
-        if url is None:
-            fail("The gateway's port is not known: set GATEWAY_PORT, or give --url.")
+        url, api_key = require_running(settings, option="--url"), api_key or first_key(settings)
     api_key = api_key or os.environ.get("OPENAI_API_KEY")
     clients = _numbers(concurrency, "--concurrency")
     # A server may have cached the texts of the last run.

@@ -74,6 +74,15 @@ def find(settings: Settings) -> str | None:
     return None
 
 
+def require_running(settings: Settings, port: int | None = None, option: str = "--port") -> str:
+    """Return the URL of the running gateway. Raises NoGateway, with the command for this port."""
+    url, where = find(settings), address(settings) or "a known port"
+    if url is None:
+        step = "mlx-gateway serve" + (f" --port {port}" if port else "")
+        raise NoGateway(f"No gateway answers at {where}. Name its {option}, or run:\n  {step}")
+    return url
+
+
 def list_running(url: str, settings: Settings) -> list[dict[str, Any]]:
     """Return a running gateway's list of models. Raises NoGateway if it lists none."""
     status, answer = _ask(url, "/v1/models", first_key(settings))

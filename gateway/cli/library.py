@@ -13,7 +13,7 @@ from typing import Literal
 from gateway import logs
 from gateway.app.named import load_served, parse_name
 from gateway.cli import lazy
-from gateway.cli.gateways import address, find, list_running, manage
+from gateway.cli.gateways import list_running, manage, require_running
 from gateway.cli.models import disk_state, list_models
 from gateway.cli.progress import shown
 from gateway.cli.terminal import (
@@ -67,7 +67,7 @@ def _describe(spec: ModelSpec, settings: Settings) -> Iterator[tuple[str, str]]:
 def ps(port: GatewayPort = None) -> None:
     """List the running gateway's loaded models: memory, and time idle."""
     settings = load_settings({"port": port})
-    url, rows = _require_running(settings), []
+    url, rows = require_running(settings, port), []
     for model in list_running(url, settings):
         if model["id"] == model["root"] and model["state"] != "unloaded":
             used, nbytes = model["last_used"], model["bytes"]
@@ -86,7 +86,7 @@ def load(model: ModelName, port: GatewayPort = None) -> None:
     logs.configure("warning", settings.log_format)
     try:
         with shown(partial(lazy.Progress, "model_loading", model, 0, None)):
-            name, _ = _manage(model, "load", settings)
+            name, _ = _manage(model, "load", settings, port)
     except KeyboardInterrupt:
         fail(f"{model} goes on loading; to end that:\n  mlx-gateway stop {shlex.quote(model)}", 130)
     print(f"{name} is loaded.")
@@ -97,23 +97,18 @@ def stop(model: ModelName, port: GatewayPort = None) -> None:
 
     No command ends a gateway: press Ctrl-C where it runs, or stop its service.
     """
-    name, is_gone = _manage(model, "unload", load_settings({"port": port}))
+    name, is_gone = _manage(model, "unload", load_settings({"port": port}), port)
     end = "is unloaded" if is_gone else "will be unloaded when its requests end"
     print(f"{name} {end}; a later request loads it again.")
 
 
-def _manage(model: str, action: Literal["load", "unload"], settings: Settings) -> tuple[str, bool]:
-    url = _require_running(settings)
+def _manage(
+    model: str, action: Literal["load", "unload"], settings: Settings, port: int | None
+) -> tuple[str, bool]:
+    url = require_running(settings, port)
     try:
         source = parse_name(model)
     except ValueError as error:
         fail(error, 2)
     name = model if source is None else source_id(source)
     return name, manage(url, settings, name, action)
-
-
-def _require_running(settings: Settings) -> str:
-    url, where = find(settings), address(settings) or "a known port"
-    if url is None:
-        fail(f"No gateway answers at {where}. Name its --port, or run:\n  mlx-gateway serve")
-    return url

@@ -36,7 +36,7 @@ ModelName: TypeAlias = Annotated[
     ),
 ]
 GatewayPort: TypeAlias = Annotated[
-    int | None, typer.Option("--port", help="Port of the running gateway (GATEWAY_PORT).")
+    int | None, typer.Option("--port", min=1, help="Port of the running gateway (GATEWAY_PORT).")
 ]
 Names: TypeAlias = Annotated[
     list[str] | None,

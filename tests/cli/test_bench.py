@@ -80,7 +80,10 @@ def test_without_an_address_the_gateway_of_the_settings_is_asked(url: str, insid
     assert inside(ROOT, *asked, **by_variable).returncode == 0
     unknown = inside(ROOT, *asked, GATEWAY_PORT="0")
     assert unknown.returncode == 1
-    assert unknown.stderr == ("The gateway's port is not known: set GATEWAY_PORT, or give --url.\n")
+    nobody, step = "No gateway answers at", "Name its --url, or run:\n  mlx-gateway serve\n"
+    assert unknown.stderr == f"{nobody} a known port. {step}"
+    nobody += " http://127.0.0.1:9."
+    assert inside(ROOT, *asked, GATEWAY_PORT="9").stderr == f"{nobody} {step}"
 
 
 def test_nobody_there_is_told_in_one_line(inside: Inside) -> None:

@@ -128,6 +128,11 @@ def test_without_a_gateway_the_next_step_is_serve(run: Run, arguments: tuple[str
         "No gateway answers at http://127.0.0.1:1. Name its --port, or run:\n  mlx-gateway serve\n"
     )
     assert "at a known port." in run(*arguments, port="0").stderr
+    named = run(*arguments, "--port", "2").stderr
+    assert named.endswith(
+        "at http://127.0.0.1:2. Name its --port, or run:\n  mlx-gateway serve --port 2\n"
+    )
+    assert run(*arguments, "--port", "0").returncode == 2
 
 
 def test_models_are_loaded_listed_and_unloaded_by_any_of_their_names(
