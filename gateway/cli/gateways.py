@@ -23,7 +23,7 @@ from urllib.parse import quote
 from gateway.app.named import name_nearest
 from gateway.cli import lazy
 from gateway.cli.agents import Offer
-from gateway.cli.local_key import read_key
+from gateway.cli.local_key import list_addresses, read_key
 from gateway.cli.progress import LINE_S
 from gateway.cli.serve import ANYWHERE
 from gateway.errors import GatewayError
@@ -66,12 +66,20 @@ def address(settings: Settings) -> str | None:
 
 def find(settings: Settings) -> str | None:
     """Return the URL of a running gateway, ready or not; None if there is none."""
-    url = address(settings)
-    if url is not None:
+    return next(_answering(address(settings)), None)
+
+
+def find_all(settings: Settings) -> list[str]:
+    """Return the URLs of the running gateway and of this user's others on loopback."""
+    others = (f"{settings.scheme}://{each}" for each in list_addresses())
+    return [*_answering(address(settings), *others)]
+
+
+def _answering(*urls: str | None) -> Iterator[str]:
+    for url in filter(None, dict.fromkeys(urls)):
         _, answer = _ask(url, "/")
         if isinstance(answer, dict) and answer.get("name") == "mlx-gateway":
-            return url
-    return None
+            yield url
 
 
 def require_running(settings: Settings, port: int | None = None, option: str = "--port") -> str:

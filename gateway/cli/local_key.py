@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 from gateway import logs
 from gateway.cli import lazy
+from gateway.settings import with_port
 
 log = logs.get("serve")
 
@@ -43,6 +44,14 @@ def read_key(url: str) -> str | None:
     with contextlib.suppress(OSError):
         return (_private_folder() / f"{address.hostname}_{address.port}").read_text()
     return None
+
+
+def list_addresses() -> list[str]:
+    """Return the hosts and ports of this user's gateways. Some may have been killed."""
+    with contextlib.suppress(OSError):
+        names = [file.name.rpartition("_") for file in _private_folder().glob("[!.]*_*")]
+        return [with_port(host, int(port)) for host, _, port in names if port.isdecimal()]
+    return []
 
 
 def _private_folder() -> Path:

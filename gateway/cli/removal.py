@@ -8,12 +8,13 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
+from urllib.parse import urlsplit
 
 import typer
 
 from gateway.app.named import load_served, name_nearest, parse_name
 from gateway.cli import lazy
-from gateway.cli.gateways import find, list_running
+from gateway.cli.gateways import address, find_all, list_running
 from gateway.cli.terminal import ModelName, ModelsFile, fail
 from gateway.errors import ModelNotFound
 from gateway.logs import human_bytes
@@ -86,15 +87,16 @@ def _repositories(spec: ModelSpec) -> set[str]:
 def _require_unloaded(
     source: HubSource, ids: Collection[str], again: str, settings: Settings
 ) -> None:
-    """End the command if the running gateway has loaded a model of a repository, by these ids or by
-    the repository's name, or does not tell.
+    """End the command if a gateway of this user has loaded a model of a repository, by these ids or
+    by the repository's name, or does not tell.
     """
-    url = find(settings)
-    for model in list_running(url, settings) if url else ():
+    listed = [(url, model) for url in find_all(settings) for model in list_running(url, settings)]
+    for url, model in listed:
         root, name = model["root"], shlex.quote(model["root"])
+        stop = f"stop {name}" + f" --port {urlsplit(url).port}" * (url != address(settings))
         is_same = root in ids or f"{root}/".startswith(f"{source.repo}/")
         if is_same and model["state"] in ("loading", "loaded"):
-            fail(f"{name} is {model['state']} at {url}. Run:\n  mlx-gateway stop {name}\n  {again}")
+            fail(f"{name} is {model['state']} at {url}. Run:\n  mlx-gateway {stop}\n  {again}")
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from anyio.from_thread import BlockingPortal
 from huggingface_hub import snapshot_download
 from structlog.testing import capture_logs
 
+from gateway.cli.local_key import keep_key
 from tests.cli.conftest import Inside
 from tests.engine.test_downloads import write_weights
 from tests.fake_hub import COMMIT, FakeHub
@@ -54,6 +55,7 @@ def hub(tmp_path: Path) -> Iterator[FakeHub]:
 def run(hub: FakeHub, tmp_path: Path, inside: Inside) -> Run:
     def ran(*arguments: str, **given: str) -> Ran:
         own = {"GATEWAY_HUB_ENDPOINT": hub.url, "GATEWAY_HUB_CACHE": "cache"}
+        own["XDG_CACHE_HOME"] = str(tmp_path / "xdg")
         return inside(tmp_path, *arguments, **{**own, "GATEWAY_PORT": NOBODY, **given})
 
     return ran
@@ -235,6 +237,25 @@ def test_a_loaded_model_is_unloaded_first(repo: Path, run: Run, gateway: Served,
         assert f"mine is loaded at http://127.0.0.1:{port}. Run:" in outcome.stderr
         assert repo.exists()
         stop, again = steps(outcome)
+        assert run(*stop, **own).returncode == 0
+        assert run(*again, "--yes", **own).returncode == 0
+    assert not repo.exists()
+
+
+def test_a_gateway_at_another_port_keeps_what_it_has_loaded(
+    repo: Path, run: Run, gateway: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its key's file names it; the file of a gateway that was killed keeps nothing."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    own = {"GATEWAY_ADMIN_KEY": "sesame"}
+    with gateway() as port, keep_key("k", "127.0.0.1", int(port)), keep_key("k", "::1", 1):
+        assert run("load", "mine", "--port", port, **own).returncode == 0
+        outcome = run("rm", "mine", "--yes", **own)
+        assert outcome.returncode == 1
+        assert f"mine is loaded at http://127.0.0.1:{port}. Run:" in outcome.stderr
+        assert repo.exists()
+        stop, again = steps(outcome)
+        assert stop[-2:] == ["--port", port]
         assert run(*stop, **own).returncode == 0
         assert run(*again, "--yes", **own).returncode == 0
     assert not repo.exists()
