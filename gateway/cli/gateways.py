@@ -24,7 +24,7 @@ from gateway.app.named import name_nearest
 from gateway.cli import lazy
 from gateway.cli.agents import Offer
 from gateway.cli.local_key import list_addresses, read_key
-from gateway.cli.progress import LINE_S
+from gateway.cli.progress import LINE_S, loading
 from gateway.cli.serve import ANYWHERE
 from gateway.errors import GatewayError
 from gateway.registry import Catalog, ChatSpec, HubSource, ModelSpec
@@ -262,7 +262,8 @@ def started(
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mlx-gateway-"))
             gateway = Started(settings, Path(folder))
             stack.callback(gateway.stop)
-        gateway.wait_ready()
+        with loading(" ".join(settings.serve) or "models"):
+            gateway.wait_ready()
         yield gateway
 
 

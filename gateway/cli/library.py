@@ -7,15 +7,14 @@ import sys
 import time
 from collections.abc import Iterator
 from datetime import timedelta
-from functools import partial
 from typing import Literal
 
-from gateway import logs
 from gateway.app.named import load_served, parse_name
 from gateway.cli import lazy
+from gateway.cli.answers import clean
 from gateway.cli.gateways import list_running, manage, require_running
 from gateway.cli.models import disk_state, list_models
-from gateway.cli.progress import shown
+from gateway.cli.progress import loading
 from gateway.cli.terminal import (
     Discover,
     GatewayPort,
@@ -83,9 +82,8 @@ def ps(port: GatewayPort = None) -> None:
 def load(model: ModelName, port: GatewayPort = None) -> None:
     """Load a model in the running gateway. The gateway downloads what is missing."""
     settings = load_settings({"port": port})
-    logs.configure("warning", settings.log_format)
     try:
-        with shown(partial(lazy.Progress, "model_loading", model, 0, None)):
+        with loading(clean(model)):
             name, _ = _manage(model, "load", settings, port)
     except KeyboardInterrupt:
         fail(f"{model} goes on loading; to end that:\n  mlx-gateway stop {shlex.quote(model)}", 130)

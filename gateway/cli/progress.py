@@ -5,6 +5,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 from gateway import logs
@@ -77,3 +78,11 @@ def shown(look: Callable[[], "Progress | None"]) -> Iterator[None]:
             yield
         finally:
             done.set()
+
+
+@contextmanager
+def loading(model: str) -> Iterator[None]:
+    """Show on a terminal for how long a gateway in another process has been loading a model."""
+    now = partial(lazy.Progress, "model_loading", model, 0, None)
+    with shown(now) if sys.stderr.isatty() else contextlib.nullcontext():
+        yield

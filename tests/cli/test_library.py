@@ -178,12 +178,24 @@ def test_a_load_that_is_left_goes_on(run: Run, gateway: Served) -> None:
         engines.load_gate.open()
 
 
+def test_a_terminal_shows_how_long_a_load_takes(gateway: Served) -> None:
+    engines, shown = ScriptedEngines(), b""
+    engines.load_gate.close()
+    master, slave = pty.openpty()
+    with gateway(engines, admin_key="sesame") as port, loading(port, slave) as load:
+        os.close(slave)
+        while not re.search(rb"Loading w .*0:00:0[1-9]", shown):
+            shown += os.read(master, 4096)
+        engines.load_gate.open()
+        assert load.wait(60) == 0
+    os.close(master)
+
+
 @contextmanager
-def loading(port: str) -> Iterator["subprocess.Popen[str]"]:
-    own, pipe = environment(**ADMIN, GATEWAY_PORT=port), subprocess.PIPE
-    with subprocess.Popen(
-        command("load", "w"), env=own, stdout=pipe, stderr=pipe, text=True
-    ) as load:
+def loading(port: str, stderr: int = subprocess.PIPE) -> Iterator["subprocess.Popen[str]"]:
+    own = environment(**ADMIN, GATEWAY_PORT=port, TERM="xterm")
+    pipes = {"stdout": subprocess.PIPE, "stderr": stderr}
+    with subprocess.Popen(command("load", "w"), env=own, text=True, **pipes) as load:
         try:
             yield load
         finally:
