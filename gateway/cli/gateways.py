@@ -130,7 +130,7 @@ def manage(url: str, settings: Settings, model: str, action: Literal["load", "un
         if error.get("code") != "model_loading":
             break
         if time.monotonic() >= due:
-            print(error["message"].removesuffix(" Try again shortly."), file=sys.stderr)
+            print(lazy.clean(error["message"]).removesuffix(" Try again shortly."), file=sys.stderr)
             due = time.monotonic() + LINE_S
         time.sleep(POLL_S)
     if status == HTTPStatus.UNAUTHORIZED or error.get("code") == "unknown_url":

@@ -87,7 +87,7 @@ def load(model: ModelName, port: GatewayPort = None) -> None:
             name, _ = _manage(model, "load", settings, port)
     except KeyboardInterrupt:
         fail(f"{model} goes on loading; to end that:\n  mlx-gateway stop {shlex.quote(model)}", 130)
-    print(f"{name} is loaded.")
+    print(f"{clean(name)} is loaded.")
 
 
 def stop(model: ModelName, port: GatewayPort = None) -> None:
@@ -97,7 +97,7 @@ def stop(model: ModelName, port: GatewayPort = None) -> None:
     """
     name, is_gone = _manage(model, "unload", load_settings({"port": port}), port)
     end = "is unloaded" if is_gone else "will be unloaded when its requests end"
-    print(f"{name} {end}; a later request loads it again.")
+    print(f"{clean(name)} {end}; a later request loads it again.")
 
 
 def _manage(

@@ -106,6 +106,7 @@ def _without_types(params: list[Any]) -> list[Any]:
 
 def show(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """Print a table on a terminal, or else tab-separated lines without a heading."""
+    rows = [[lazy.clean(cell) for cell in row] for row in rows]  # another's names are in some
     if not sys.stdout.isatty():
         for row in rows:
             print("\t".join(row))
@@ -118,5 +119,5 @@ def show(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
 
 
 def fail(error: object, status: int = 1) -> NoReturn:
-    print(error, file=sys.stderr)
+    print(lazy.clean(error), file=sys.stderr)
     raise SystemExit(status)

@@ -8,9 +8,11 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -194,8 +196,8 @@ def test_a_terminal_shows_how_long_a_load_takes(gateway: Served) -> None:
 @contextmanager
 def loading(port: str, stderr: int = subprocess.PIPE) -> Iterator["subprocess.Popen[str]"]:
     own = environment(**ADMIN, GATEWAY_PORT=port, TERM="xterm")
-    pipes = {"stdout": subprocess.PIPE, "stderr": stderr}
-    with subprocess.Popen(command("load", "w"), env=own, text=True, **pipes) as load:
+    typed, pipe = command("load", "w"), subprocess.PIPE
+    with subprocess.Popen(typed, env=own, text=True, stdout=pipe, stderr=stderr) as load:
         try:
             yield load
         finally:
@@ -239,6 +241,46 @@ def test_a_model_that_the_gateway_lacks_is_named(run: Run, gateway: Served) -> N
             assert unknown.stderr == f"{start} 'embeder'. Nearest: embedder. {end}\n"
             unknown = run(verb, "xyzzy", port=port, **ADMIN)
             assert unknown.stderr == f"{start} 'xyzzy'. Run `mlx-gateway {step}`.\n"
+
+
+def test_what_a_gateway_writes_reaches_no_terminal_as_a_command(run: Run) -> None:
+    """Names and errors may come from another program at the port."""
+    evil = "x\x1b]52;c;cm0=\x07\x9b2J"
+    model = {"id": evil, "root": evil, "kind": "chat", "state": "loaded", "last_used": 1}
+    models = {"data": [{**model, "bytes": 1}]}
+    answers = {"/": {"name": "mlx-gateway"}, "/v1/models": models}
+    with answered(answers, {"error": {"message": evil}}) as port:
+        for outcome in (run("ps", port=port), run("load", "w", port=port, **ADMIN)):
+            assert outcome.stdout + outcome.stderr
+            assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", outcome.stdout + outcome.stderr)
+        assert "x]52;c;cm0=2J" in run("ps", port=port).stdout
+        assert run("load", "w", port=port, **ADMIN).stderr == "x]52;c;cm0=2J\n"
+
+
+@contextmanager
+def answered(answers: Mapping[str, Any], otherwise: Any) -> Iterator[str]:
+    """Answer GET requests by their paths, and others with a 400; give the port."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.answer(200, answers[self.path])
+
+        def do_POST(self) -> None:
+            self.answer(400, otherwise)
+
+        def answer(self, status: int, body: Any) -> None:
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(json.dumps(body).encode())
+
+        def log_message(self, *_: object) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever).start()
+        try:
+            yield str(server.server_port)
+        finally:
+            server.shutdown()
 
 
 def test_stop_ends_no_gateway(run: Run, gateway: Served) -> None:
