@@ -74,6 +74,9 @@ def _read_name(model: str, catalog: Catalog, known: Mapping[str, str]) -> HubSou
     except ModelNotFound:
         names = [*catalog.names(), *known]
         fail(f"There is no model {model!r}. {name_nearest(model, names, 'rm', 'list')}")
+    if isinstance(source, HubSource) and lazy.hub.is_installed(source):
+        other = f"If the hub's copy is here too, run:\n  mlx-gateway rm hub:{source.repo}"
+        fail(f"{model} comes as a package, so there is nothing to remove. {other}", 2)
     if not isinstance(source, HubSource) or source.file is not None:
         fail(f"{source} is no download of the hub (hub:org/name); rm takes only those, whole.", 2)
     return source

@@ -125,6 +125,15 @@ def test_no_path_is_ever_removed(repo: Path, run: Run, tmp_path: Path, name: str
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_a_model_that_comes_as_a_package_is_not_removed(run: Run, tmp_path: Path) -> None:
+    source = "package:gateway/cli, hub:org/big"
+    catalog(tmp_path, {**MODELS, "aboard": {"kind": "chat", "source": source}})
+    outcome = run("rm", "aboard", "--yes")
+    assert outcome.returncode == 2
+    assert outcome.stderr.startswith("aboard comes as a package, so there is nothing to remove.")
+    assert steps(outcome) == [["rm", "hub:org/big"]]
+
+
 def test_a_folder_of_the_same_name_is_not_taken_for_the_repository(
     repo: Path, run: Run, tmp_path: Path
 ) -> None:
