@@ -52,10 +52,16 @@ def hub(tmp_path: Path) -> Iterator[FakeHub]:
 
 
 @pytest.fixture
-def run(hub: FakeHub, tmp_path: Path, inside: Inside) -> Run:
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Give a folder for the keys of gateways, so that the user's own are not asked."""
+    return tmp_path_factory.mktemp("home")
+
+
+@pytest.fixture
+def run(hub: FakeHub, tmp_path: Path, home: Path, inside: Inside) -> Run:
     def ran(*arguments: str, **given: str) -> Ran:
         own = {"GATEWAY_HUB_ENDPOINT": hub.url, "GATEWAY_HUB_CACHE": "cache"}
-        own["XDG_CACHE_HOME"] = str(tmp_path / "xdg")
+        own["XDG_CACHE_HOME"] = str(home)
         return inside(tmp_path, *arguments, **{**own, "GATEWAY_PORT": NOBODY, **given})
 
     return ran
@@ -252,10 +258,10 @@ def test_a_loaded_model_is_unloaded_first(repo: Path, run: Run, gateway: Served,
 
 
 def test_a_gateway_at_another_port_keeps_what_it_has_loaded(
-    repo: Path, run: Run, gateway: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    repo: Path, run: Run, gateway: Served, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its key's file names it; the file of a gateway that was killed keeps nothing."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(home))
     own = {"GATEWAY_ADMIN_KEY": "sesame"}
     with gateway() as port, keep_key("k", "127.0.0.1", int(port)), keep_key("k", "::1", 1):
         assert run("load", "mine", "--port", port, **own).returncode == 0
