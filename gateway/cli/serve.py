@@ -183,8 +183,9 @@ async def run(gateway: Serving, settings: Settings, leader: "Leader | None" = No
             places = find_places(config.bind)  # Hypercorn may close the sockets later
             work = _ready(gateway, settings, places, progress)
             readying = asyncio.create_task(work, name="ready")
-            first = next(iter(places), Place(""))
-            with keep_key(gateway.local_key, first.host, first.port):
+            with contextlib.ExitStack() as keys:
+                for place in places:
+                    keys.enter_context(keep_key(gateway.local_key, place.host, place.port))
                 await lazy.serve(gateway.asgi, config, shutdown_trigger=until_drained)
             readying.cancel()
     except lazy.LifespanTimeoutError as error:  # a call hangs, and only an exit can end it

@@ -476,19 +476,21 @@ def test_gateways_at_two_addresses_have_two_files(keys: Path) -> None:
 def test_serve_keeps_its_key_until_it_ends_and_logs_it_nowhere(home: Path) -> None:
     write_chat(home / "writer")
     catalog(home, {"tiny": {"kind": "chat", "source": "path:writer"}})
-    port = str(free_port())
+    port, other = str(free_port()), str(free_port())
     own = {"GATEWAY_PORT": port, "XDG_CACHE_HOME": str(home / "xdg"), "GATEWAY_LOG_LEVEL": "debug"}
     own |= {"GATEWAY_WARM_UP": "false", "GATEWAY_SELF_TEST": "false"}
+    own["GATEWAY_BIND"] = f"127.0.0.1:{port},127.0.0.1:{other}"
     file = home / "xdg" / "mlx-gateway" / "keys" / f"127.0.0.1_{port}"
     with started(command("serve"), home, GATEWAY_LOG_PROMPTS="true", **own) as gateway:
         key = file.read_text()
+        assert file.with_name(f"127.0.0.1_{other}").read_text() == key
         assert ran(home, "load", "tiny", **own).stdout == "tiny is loaded.\n"
         assert ran(home, "ps", **own).stdout.startswith("tiny\tchat\tloaded\t")
         assert ran(home, "stop", "tiny", **own).stdout.startswith("tiny is unloaded;")
         gateway.process.send_signal(signal.SIGTERM)
         assert gateway.process.wait(60) == 0
         assert key not in gateway.log.read_text()
-    assert not file.exists()
+    assert [*file.parent.iterdir()] == []
 
 
 @pytest.mark.parametrize(
