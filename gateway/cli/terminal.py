@@ -20,12 +20,16 @@ ModelsFile: TypeAlias = Annotated[
 ]
 
 
-def complete_model(incomplete: str) -> list[str]:
-    """Return the names of models.yaml and the catalogue that begin like this, for a shell."""
-    names = [*read_short_names()]
+def complete_model(context: typer.Context, incomplete: str) -> list[str]:
+    """Return the names of models.yaml and the catalogue that begin like this, for a shell.
+
+    `run` is offered chat models alone.
+    """
+    kinds = {name: entry["kind"] for name, entry in read_short_names().items()}
     with contextlib.suppress(Exception):  # a shell has no place for messages
-        names += load_served(load_settings({})).names()
-    return sorted({name for name in names if name.startswith(incomplete)})
+        kinds |= {model.name: model.spec.kind for model in load_served(load_settings({}))}
+    wanted = ("chat",) if context.info_name == "run" else kinds.values()
+    return sorted(name for name in kinds if name.startswith(incomplete) and kinds[name] in wanted)
 
 
 ModelName: TypeAlias = Annotated[

@@ -502,6 +502,10 @@ def test_serve_keeps_its_key_until_it_ends_and_logs_it_nowhere(home: Path) -> No
         ("stop org", ["org/writer"]),
         ("pull qwen3.5-9", ["qwen3.5-9b"]),
         ("serve embedder or", ["org/writer"]),
+        ("show bge-rer", ["bge-reranker-v2-m3"]),
+        ("run bge-rer", []),
+        ("run embedde", []),
+        ("run org", ["org/writer"]),
         ("mod", ["models"]),
     ],
 )
@@ -522,7 +526,9 @@ def completed(home: Path, typed: str) -> list[str]:
 def test_completion_reads_no_broken_file_and_imports_no_mlx(home: Path) -> None:
     (home / "models.yaml").write_text("a: [")
     assert completed(home, "show qwen3.5-9") == ["qwen3.5-9b"]
-    code = "import sys; from gateway.cli.terminal import complete_model as c; c('q'); "
+    code = "import sys; from types import SimpleNamespace as Context; "
+    code += "from gateway.cli.terminal import complete_model; "
+    code += "complete_model(Context(info_name='show'), 'q'); "
     code += "print([each for each in ('mlx', 'mlx_lm', 'numpy') if each in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
