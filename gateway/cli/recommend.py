@@ -77,6 +77,7 @@ class Fit:
     token_bytes: int
     verified: str  # the reference that the model's family was compared with
     sees: bool | None  # whether the gateway can send it images; None if unknown
+    is_coder: bool = False
     widened: int = 1  # bytes in float32 of a byte of the weights
 
     @property
@@ -138,7 +139,8 @@ def fit(name: str, kind: str, facts: Facts, memory_bytes: int, settings: Setting
     verified = lazy.verified_by({"model_type": facts.architecture})
     sees = facts.images if facts.architecture in lazy.FAMILIES else False
     return Fit(
-        name, kind, weights, context, is_whole, kv_bytes, prefix_bytes, token_bytes, verified, sees
+        *(name, kind, weights, context, is_whole, kv_bytes, prefix_bytes, token_bytes),
+        *(verified, sees, facts.is_coder),
     )
 
 
@@ -154,14 +156,17 @@ def order(fits: Iterable[Fit], machine: Machine) -> list[Fit]:
     """Sort models that fit by kind, the one to take first.
 
     Of chat models that is the one with room for a long context, or else a shorter one, that is fast
-    enough: the largest of these, or else the fastest. Of others it is the largest that is fast
-    enough and takes little memory from a chat model, or else the fastest.
+    enough and no coder: the largest of these, or else the fastest. Of others it is the largest that
+    is fast enough and takes little memory from a chat model, or else the fastest.
     """
 
     def place(fit: Fit) -> tuple[str, int, bool, float]:
         is_chat, speed, context = fit.kind == "chat", fit.speed(machine), fit.context or 0
         room = sum(context < tokens for tokens in ROOMS) if is_chat else 0
-        is_good = speed >= FAST and (is_chat or fit.weights_bytes * PARTS <= machine.memory_bytes)
+        is_general = not fit.is_coder and (
+            is_chat or fit.weights_bytes * PARTS <= machine.memory_bytes
+        )
+        is_good = speed >= FAST and is_general
         return fit.kind, room, not is_good, -fit.weights_bytes * fit.widened if is_good else -speed
 
     return sorted((fit for fit in fits if fit.context is not None), key=place)
@@ -211,7 +216,9 @@ def recommend(
     columns = BRIEF + DETAIL * everything
     rows = [("take" * (fit.name in picks.values()), *_row(fit, machine)) for fit in found]
     show(columns, [row[: len(columns)] for row in rows])
-    print(f"note: models may take {budget}", file=sys.stderr)
+    has_room = any(fit.kind == "chat" and (fit.context or 0) >= ROOMS[0] for fit in found)
+    lack = "" if has_room else f"; no chat model has room for {ROOMS[0]:,} tokens"
+    print(f"note: models may take {budget}{lack}", file=sys.stderr)
     if everything:
         for key, note in (("size", "sizes unknown:"), ("revision", "the hub's newest is used for")):
             names = [name for name, _, facts in read_facts() if key in facts.unread]

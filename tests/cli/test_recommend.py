@@ -225,6 +225,22 @@ def test_one_chat_model_and_one_for_embeddings_are_marked_and_come_first(
     assert "\nnote: sizes unknown: gemma-3-1b, " in printed.err
 
 
+def test_a_coder_is_listed_and_not_the_one_to_take(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--memory", "96") == 0
+    printed = capsys.readouterr()
+    assert printed.out.startswith("take\tqwen3.6-35b-a3b\t")
+    assert "\n\tqwen3-coder-next\tchat\t262,144\t" in printed.out
+    assert printed.err.endswith("note: models may take 54.0 GiB\n")
+
+
+def test_a_machine_without_room_for_an_agent_is_said_to_have_none(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run("--memory", "8") == 0
+    said = "note: models may take 4.0 GiB; no chat model has room for 32,768 tokens\n"
+    assert capsys.readouterr().err.endswith(said)
+
+
 def test_a_short_name_stands_where_the_command_does(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
