@@ -90,7 +90,7 @@ def is_console(style: Format) -> bool:
 def _console(_: Any, __: str, event_fields: MutableMapping[str, Any]) -> str:
     """Return an event as text, cut to COLUMNS unless it is a warning, an error or a prompt."""
     fields = dict(event_fields)
-    event, level = _text(fields.pop("event", "")), fields.pop("level", "info")
+    event, level = one_line(fields.pop("event", "")), fields.pop("level", "info")
     time, request_id = fields.pop("timestamp", ""), fields.pop("request_id", None)
     below = [fields.pop(key, None) for key in ("exception", "stack")]
     fields.pop("part", None)
@@ -103,20 +103,20 @@ def _console(_: Any, __: str, event_fields: MutableMapping[str, Any]) -> str:
         columns = FIELD_COLUMNS
     words.append(time)
     if request_id is not None:
-        words.append(fit(_text(request_id), ID_COLUMNS))
+        words.append(fit(one_line(request_id), ID_COLUMNS))
     line = " ".join([*words, *_format_fields(fields, columns)])
     lines = [fit(line, COLUMNS)]
     if columns is None:
         lines = list(_wrap(line))
     for text in filter(None, below):  # indented, so that only events begin a line
-        lines += [f"    {_text(row)}" for row in str(text).splitlines()]
+        lines += [f"    {one_line(row)}" for row in str(text).splitlines()]
     return "\n".join(lines)
 
 
 def _take_request(fields: dict[str, Any]) -> Iterator[str]:
     yield _word(fields.pop("method", ""), 10)
     yield _word(fields.pop("path", ""), FIELD_COLUMNS)
-    yield _text(fields.pop("status", ""))
+    yield one_line(fields.pop("status", ""))
     ms = fields.pop("ms", 0.0)
     yield f"{ms:,.0f} ms" if ms >= 100 else f"{ms:.1f} ms"
     if "model" in fields:
@@ -135,7 +135,7 @@ def _format_fields(fields: dict[str, Any], columns: int | None) -> Iterator[str]
         if key in ("bytes", "seconds"):  # the unit makes the key superfluous
             yield text
         else:
-            yield f"{_text(key)}={text}"
+            yield f"{one_line(key)}={text}"
 
 
 def human_bytes(count: int) -> str:
@@ -184,7 +184,7 @@ def _width(text: str) -> int:
 
 
 def _word(value: Any, columns: int | None = None) -> str:
-    text = _text(value)
+    text = one_line(value)
     is_quoted = isinstance(value, str) and (not text or any(mark in text for mark in ' "='))
     if columns is not None:
         text = fit(text, columns - 2 * is_quoted)
@@ -193,10 +193,10 @@ def _word(value: Any, columns: int | None = None) -> str:
     return text
 
 
-def _text(value: Any) -> str:
+def one_line(value: Any) -> str:
     """Return any value as one line of text, with control characters escaped."""
     if isinstance(value, Mapping):
-        text = ",".join(f"{_text(key)}:{_text(value[key])}" for key in value)
+        text = ",".join(f"{one_line(key)}:{one_line(value[key])}" for key in value)
     else:
         text = str(value) if isinstance(value, str | int | float) else repr(value)
     if text.isprintable():

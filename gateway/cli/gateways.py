@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import quote
 
+from gateway import logs
 from gateway.app.named import name_nearest
 from gateway.cli import lazy
 from gateway.cli.agents import Offer
@@ -130,7 +131,9 @@ def manage(url: str, settings: Settings, model: str, action: Literal["load", "un
         if error.get("code") != "model_loading":
             break
         if time.monotonic() >= due:
-            print(lazy.clean(error["message"]).removesuffix(" Try again shortly."), file=sys.stderr)
+            print(
+                logs.one_line(error["message"]).removesuffix(" Try again shortly."), file=sys.stderr
+            )
             due = time.monotonic() + LINE_S
         time.sleep(POLL_S)
     if status == HTTPStatus.UNAUTHORIZED or error.get("code") == "unknown_url":

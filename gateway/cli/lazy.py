@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from gateway.app.named import hub_of as hub_of
     from gateway.bench import load as load
     from gateway.cli import screen as screen
-    from gateway.cli.answers import clean as clean
     from gateway.doctor import trial as trial
     from gateway.engine import blas as blas
     from gateway.engine import device as device
@@ -52,7 +51,6 @@ _PLACES = {
     "gateway.app.chat_engines": ("count_kept",),
     "gateway.app.named": ("hub_of",),
     "gateway.bench": ("load",),
-    "gateway.cli.answers": ("clean",),
     "gateway.cli": ("screen",),
     "gateway.doctor": ("trial",),
     "gateway.engine": ("blas", "device", "hub", "inputs"),

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import Literal
 
+from gateway import logs
 from gateway.app.named import load_served, parse_name
 from gateway.cli import lazy
-from gateway.cli.answers import clean
 from gateway.cli.gateways import list_running, manage, require_running
 from gateway.cli.models import disk_state, list_models
 from gateway.cli.progress import loading
@@ -83,11 +83,11 @@ def load(model: ModelName, port: GatewayPort = None) -> None:
     """Load a model in the running gateway. The gateway downloads what is missing."""
     settings = load_settings({"port": port})
     try:
-        with loading(clean(model)):
+        with loading(logs.one_line(model)):
             name, _ = _manage(model, "load", settings, port)
     except KeyboardInterrupt:
         fail(f"{model} goes on loading; to end that:\n  mlx-gateway stop {shlex.quote(model)}", 130)
-    print(f"{clean(name)} is loaded.")
+    print(f"{logs.one_line(name)} is loaded.")
 
 
 def stop(model: ModelName, port: GatewayPort = None) -> None:
@@ -97,7 +97,7 @@ def stop(model: ModelName, port: GatewayPort = None) -> None:
     """
     name, is_gone = _manage(model, "unload", load_settings({"port": port}), port)
     end = "is unloaded" if is_gone else "will be unloaded when its requests end"
-    print(f"{clean(name)} {end}; a later request loads it again.")
+    print(f"{logs.one_line(name)} {end}; a later request loads it again.")
 
 
 def _manage(

@@ -9,6 +9,7 @@ from typing import Annotated, Any, NoReturn, TypeAlias
 import typer
 from typer.core import TyperCommand, TyperGroup, TyperOption
 
+from gateway import logs
 from gateway.app.named import load_served
 from gateway.cli import lazy
 from gateway.registry import read_short_names
@@ -110,7 +111,7 @@ def _without_types(params: list[Any]) -> list[Any]:
 
 def show(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """Print a table on a terminal, or else tab-separated lines without a heading."""
-    rows = [[lazy.clean(cell) for cell in row] for row in rows]  # another's names are in some
+    rows = [[logs.one_line(cell) for cell in row] for row in rows]  # others wrote some
     if not sys.stdout.isatty():
         for row in rows:
             print("\t".join(row))
@@ -123,5 +124,5 @@ def show(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
 
 
 def fail(error: object, status: int = 1) -> NoReturn:
-    print(lazy.clean(error), file=sys.stderr)
+    print(*map(logs.one_line, str(error).split("\n")), sep="\n", file=sys.stderr)
     raise SystemExit(status)

@@ -253,8 +253,8 @@ def test_what_a_gateway_writes_reaches_no_terminal_as_a_command(run: Run) -> Non
         for outcome in (run("ps", port=port), run("load", "w", port=port, **ADMIN)):
             assert outcome.stdout + outcome.stderr
             assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", outcome.stdout + outcome.stderr)
-        assert "x]52;c;cm0=2J" in run("ps", port=port).stdout
-        assert run("load", "w", port=port, **ADMIN).stderr == "x]52;c;cm0=2J\n"
+        assert r"x\x1b]52;c;cm0=\x07\x9b2J" in run("ps", port=port).stdout
+        assert run("load", "w", port=port, **ADMIN).stderr == r"x\x1b]52;c;cm0=\x07\x9b2J" + "\n"
 
 
 @contextmanager
