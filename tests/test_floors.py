@@ -146,7 +146,7 @@ BUDGET: dict[str, int] = {
     "cli": 2166,
     "clock": 42,
     "doctor": 526,
-    "engine": 16145,
+    "engine": 16178,
     "errors": 269,
     "ids": 6,
     "jobs": 353,
