@@ -24,6 +24,7 @@ _HIGHLIGHTED: Final = 8000  # most characters of a block of code in colours, whi
 # HTML and images are shown as they are written, since rich would leave them out.
 _PARSER: Final = MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"])
 _PARSER.disable("image")
+_ECHO: Final = 2  # columns of ^C, which a terminal echoes at the end of the last line
 
 
 def make_reader(*, keeps_history: bool) -> Callable[[], str]:
@@ -108,7 +109,12 @@ class Screen:
             shown = Text(self._thoughts[-_THOUGHTS:].lstrip(), "dim")
         elif not self._text.strip():
             return self._spinner
-        return SegmentLines(self._console.render_lines(shown, pad=False)[-room:], new_lines=True)
+        options = self._console.options.update(width=self._width())
+        drawn = self._console.render_lines(shown, options, pad=False)
+        return SegmentLines(drawn[-room:], new_lines=True)
+
+    def _width(self) -> int:
+        return max(1, self._console.width - _ECHO)
 
     def _fold(self) -> None:
         if self._thoughts:
@@ -119,4 +125,4 @@ class Screen:
         """Print the first characters of the text for good."""
         done, self._text = self._text[:count], self._text[count:]
         if done.strip():
-            self._console.print(make_markdown(done), "")
+            self._console.print(make_markdown(done), "", width=self._width())

@@ -197,6 +197,12 @@ def test_what_is_drawn_again_is_never_higher_than_the_screen() -> None:
     assert drawn.rpartition("\x1b")[2].count("\n") >= 40
 
 
+def test_no_line_is_as_wide_as_the_terminal() -> None:
+    """Else the ^C that the terminal echoes would wrap, and leave a line there twice."""
+    drawn = draw(Piece("word " * 20 + "\n```\nx = 1\n```\n"))
+    assert max(map(len, re.sub(r"\x1b\[\w*", "\n", drawn).splitlines())) == 38
+
+
 def test_thoughts_are_folded_when_the_answer_begins() -> None:
     pieces = (Piece(thoughts="Hm, "), Piece(thoughts="so."), Piece("Yes."))
     drawn = draw(*pieces, force_interactive=False)
