@@ -154,7 +154,7 @@ class Conversation:
             case "/model", name:
                 self.choose(name)
             case "/save", file if file:
-                with Path(file).expanduser().open("x", encoding="utf-8") as out:
+                with open(os.path.expanduser(file), "x", encoding="utf-8") as out:
                     json.dump(self.body(), out, ensure_ascii=False, indent=2)
             case "/help", _:
                 show(("Command or key", "Effect"), COMMANDS.items())

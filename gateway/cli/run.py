@@ -37,6 +37,8 @@ def run(
 
     Text from a pipe is added to the question. A new gateway is stopped at the end.
     """
+    if sys.stdin is None or sys.stdout is None:
+        raise typer.BadParameter("standard input or output is closed; try `</dev/null >FILE`")
     settings, is_terminal = load_settings({"models": models}), sys.stdin.isatty()
     try:
         source = parse_name(model)

@@ -21,13 +21,16 @@ import pytest
 from anyio.from_thread import BlockingPortal
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from prompt_toolkit.application import create_app_session
+from prompt_toolkit.input import create_pipe_input
+from prompt_toolkit.output import DummyOutput
 from rich.console import Console
 from structlog.testing import capture_logs
 
 from gateway.cli import answers
 from gateway.cli.answers import Piece, Refused, ask, clean, read_pieces
 from gateway.cli.conversation import Conversation, find_pictures, make_question, parse_command
-from gateway.cli.screen import Screen, make_markdown, whole_blocks
+from gateway.cli.screen import Screen, make_markdown, make_reader, open_history, whole_blocks
 from tests.cli.conftest import Inside
 from tests.fakes import ScriptedChat, ScriptedEngines
 from tests.processes import command, environment
@@ -355,6 +358,56 @@ def test_wrong_usage_has_status_2(run: Run) -> None:
         assert problem in " ".join(done.stderr.split()), arguments
 
 
+@pytest.mark.parametrize("stream", ["stdin", "stdout"])
+def test_a_closed_stream_is_wrong_usage(
+    stream: str, tmp_path: Path, inside: Inside, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The interpreter has None in its place."""
+    monkeypatch.setattr(sys, stream, None)
+    done = inside(tmp_path, "run", "writer", "Hi", GATEWAY_PORT=NOBODY)
+    assert done.returncode == 2
+    assert "standard input or output is closed" in done.stderr
+
+
+def test_a_history_is_its_users_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An older one, too. A relative XDG_STATE_HOME is ignored, as its specification has it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("XDG_STATE_HOME", "relative")
+    file = tmp_path / "home" / ".local" / "state" / "mlx-gateway" / "history"
+    file.parent.mkdir(parents=True)
+    file.touch(0o644)
+    open_history().store_string("secret")
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert "+secret" in file.read_text()
+    assert [*tmp_path.iterdir()] == [tmp_path / "home"]
+
+
+def test_a_prompt_that_the_history_cannot_take_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    history = open_history()
+    file = tmp_path / "mlx-gateway" / "history"
+    file.unlink()
+    file.mkdir()
+    history.store_string("secret")
+    assert "Prompts are not kept for later: " in capsys.readouterr().err
+
+
+def test_a_user_without_a_home_has_no_history(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in a container whose user has no entry in its list of users."""
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(os, "getuid", lambda: 987_654)
+    with create_pipe_input() as typed, create_app_session(input=typed, output=DummyOutput()):
+        typed.send_text("Hi\r")
+        assert make_reader(keeps_history=True)() == "Hi"
+    assert "Prompts are not kept for later: " in capsys.readouterr().err
+
+
 def test_a_key_is_sent_and_a_wrong_one_named(serving: Served, run: Run) -> None:
     with serving(ScriptedChat(script=says("Yes")), api_keys="first,second") as url:
         right = run(url, "writer", "Hi", GATEWAY_API_KEYS="second")
@@ -466,6 +519,7 @@ def test_commands_change_the_conversation(
     with serving(chat) as url:
         lines = [
             *("/system Be brief.", "Why?", f"/save {saved}", f"/save {saved}", "/clear"),
+            "/save ~nobody-of-this-name/x",
             *("/think", "/think off", "Again?", "", "/model", "/model embedder"),
             *("/think what", "/save", "/nothing", "/help", "/bye", "never read"),
         ]
@@ -478,7 +532,11 @@ def test_commands_change_the_conversation(
     assert chat.jobs[1].template_args["enable_thinking"] is False
     shown = ["Yes", "Yes", "writer"]
     assert out.splitlines()[: len(shown)] == shown
-    problems = [f"File exists: '{saved}'", "does not serve the chat model embedder"]
+    problems = [
+        f"File exists: '{saved}'",
+        "'~nobody-of-this-name/x'",
+        "does not serve the chat model embedder",
+    ]
     lost = ("/think what", "/save", "/nothing")
     for problem in (*problems, *(f"{line} is not understood: /help" for line in lost)):
         assert problem in err
