@@ -60,8 +60,8 @@ def open_history() -> History:
     state = state if state.is_absolute() else Path.home() / ".local/state"  # as XDG has it
     file = state / "mlx-gateway" / "history"
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    file.touch()
-    file.chmod(0o600)
+    file.touch(0o600)
+    file.chmod(0o600)  # it may be older
     with file.open("a+"):
         return History(file)
 

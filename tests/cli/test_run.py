@@ -240,7 +240,8 @@ def test_a_long_block_of_code_is_whole_and_has_fewer_colours() -> None:
         ("", None),
         ("/tmp/cat.png What is this?", None),
         ("1/2", None),
-        (" /clear ", ("/clear", "")),
+        (" /usr is what?", None),
+        ("/clear ", ("/clear", "")),
         ("/system Be brief.\nAnd kind.", ("/system", "Be brief.\nAnd kind.")),
         ("/save  my file.json", ("/save", "my file.json")),
     ],
@@ -259,7 +260,7 @@ def test_a_line_is_a_command_or_a_prompt(line: str, parsed: object) -> None:
         "{0}/my\\ cat.JPG",
         "It's in {0}/cat.png, isn't it",
         "{0}/at\u202f9.png",
-        "cat.png",
+        "./cat.png",
         "~/cat.png",
     ],
 )
@@ -274,9 +275,18 @@ def test_the_path_of_a_picture_is_found(
     assert picture.is_file()
 
 
-def test_other_paths_are_text(tmp_path: Path) -> None:
-    (tmp_path / "cat.png.txt").touch()
-    for path in (f"{tmp_path}/cat.png.txt", "cat.png", "https://x/cat.png", f"'{'x' * 999}.png'"):
+def test_other_paths_are_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name without a slash, too: a prompt may be about the file."""
+    for name in ("cat.png", "cat.png.txt"):
+        (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path)
+    for path in (
+        f"{tmp_path}/cat.png.txt",
+        "cat.png",
+        "'cat.png'",
+        "https://x/cat.png",
+        f"'{'x' * 999}.png'",
+    ):
         assert find_pictures(path) == []
 
 
@@ -338,7 +348,6 @@ def test_a_model_that_cannot_answer_is_refused_with_the_next_command(
     assert absent.stderr == (
         f"The gateway at {url} does not serve the chat model no[31mbody. Run one of:\n"
         "  mlx-gateway run writer\n"
-        "  GATEWAY_PORT=0 mlx-gateway run 'no[31mbody'  # on a new gateway\n"
         "  mlx-gateway models recommend\n"
     )
     assert "does not serve the chat model embedder. Run one of:\n" in embedder.stderr
@@ -346,11 +355,35 @@ def test_a_model_that_cannot_answer_is_refused_with_the_next_command(
     assert refused.stderr == "The template refuses.\n"
 
 
+def test_a_model_that_a_new_gateway_has_is_named(serving: Served, run: Run, tmp_path: Path) -> None:
+    """By a name that it takes: the one that was typed, or the nearest of the catalogue."""
+    (tmp_path / "folder").mkdir()
+    with serving(ScriptedChat()) as url:
+        for name, new in (
+            ("qwen3.5:9b", "qwen3.5-9b"), ("qwen3.5-9b", "qwen3.5-9b"), ("./folder", "./folder"),
+            ("org/name", "org/name"),
+        ):  # fmt: skip
+            command = f"\n  GATEWAY_PORT=0 mlx-gateway run {new}  # on a new gateway\n"
+            assert command in run(url, name, "Hi").stderr
+
+
+def test_a_picture_is_named_on_the_command_line(serving: Served, run: Run, tmp_path: Path) -> None:
+    """A path in a prompt is text there, as scripts make prompts of what they have."""
+    (tmp_path / "cat.png").touch()
+    chat = ScriptedChat(script=says("Yes"))
+    with serving(chat) as url:
+        assert run(url, "writer", "Is ./cat.png a name?").returncode == 0
+    assert chat.jobs[0].messages[-1]["content"] == "Is ./cat.png a name?"
+
+
 def test_wrong_usage_has_status_2(run: Run) -> None:
     for arguments, piped, problem in (
         (("writer",), b"", "there is no question"),
         (("writer",), b"\x89PNG", "'utf-8' codec can't decode"),
         (("writer", "Hi", "--image", "gone.png"), b"", "does not exist"),
+        (("writer", "Hi", "--image", "/"), b"", "is a directory"),
+        (("writer", "Hi \udcff"), b"", "Invalid value for PROMPT: it is not UTF-8"),
+        (("", "Hi"), b"", "Invalid value for MODEL"),
         (("hub:", "Hi"), b"", "may end in @revision"),
     ):
         done = run(NOBODY, *arguments, piped=piped)
@@ -488,9 +521,19 @@ def test_a_gateway_that_ends_in_the_middle_of_an_answer_is_named(
             next(pieces)
 
 
-def test_a_server_that_answers_no_json_fails(portal: BlockingPortal) -> None:
-    page = b"HTTP/1.1 502 Bad Gateway\r\ncontent-length: 4\r\n\r\n<br>"
-    with portal.wrap_async_context_manager(answering(page)) as url:
+@pytest.mark.parametrize("body", [b"<br>", b'{"error": "text"}', b"[1]", b'{"error": null}'])
+def test_an_error_that_is_not_the_gateways_is_named(portal: BlockingPortal, body: bytes) -> None:
+    """As of a proxy before it."""
+    head = b"HTTP/1.1 502 Bad Gateway\r\ncontent-length: %d\r\n\r\n" % len(body)
+    with portal.wrap_async_context_manager(answering(head, body)) as url:
+        with pytest.raises(Refused, match=f"^{url} answered with status 502, and no reason.$"):
+            list(ask(url, None, {"messages": []}))
+
+
+@pytest.mark.parametrize("event", [b'{"choices": null}', b"[1]", b"1", b'{"error": "text"}'])
+def test_an_event_that_is_not_the_gateways_is_named(portal: BlockingPortal, event: bytes) -> None:
+    parts = b"HTTP/1.1 200 OK\r\n\r\n", b"data: %s\n\n" % event
+    with portal.wrap_async_context_manager(answering(*parts)) as url:
         with pytest.raises(Refused, match=f"The gateway at {url} ended before the answer did"):
             list(ask(url, None, {"messages": []}))
 
@@ -530,7 +573,7 @@ def test_commands_change_the_conversation(
     said = [[message["content"] for message in job.messages] for job in chat.jobs]
     assert said == [["Be brief.", "Why?"], ["Be brief.", "Again?"]]
     assert chat.jobs[1].template_args["enable_thinking"] is False
-    shown = ["Yes", "Yes", "writer"]
+    shown = ["Yes", "thinking is on", "thinking is off", "Yes", "writer"]
     assert out.splitlines()[: len(shown)] == shown
     problems = [
         f"File exists: '{saved}'",
