@@ -7,15 +7,17 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from gateway.app.named import load_served
 from gateway.cli import lazy
 from gateway.cli.answers import Piece, Refused, ask, clean
 from gateway.cli.gateways import NoGateway, first_key, list_offers
 from gateway.cli.terminal import show
+from gateway.errors import RegistryInvalid
 from gateway.registry import Catalog, read_short_names, similar_models
 from gateway.settings import Settings
 
@@ -98,6 +100,10 @@ class Conversation:
         chats = self.chats()
         if name not in chats:
             known = [each for each, entry in read_short_names().items() if entry["kind"] == "chat"]
+            with suppress(RegistryInvalid):  # a new gateway reports it
+                known += [
+                    each.name for each in load_served(self.settings) if each.spec.kind == "chat"
+                ]
             is_known = new or "/" in name or name in known
             names = [new or name] if is_known else similar_models(name, known, 1)
             chats = [*dict.fromkeys((*similar_models(name, chats, 1), *chats))]

@@ -358,8 +358,11 @@ def test_a_model_that_cannot_answer_is_refused_with_the_next_command(
 def test_a_model_that_a_new_gateway_has_is_named(serving: Served, run: Run, tmp_path: Path) -> None:
     """By a name that it takes: the one that was typed, or the nearest of the catalogue."""
     (tmp_path / "folder").mkdir()
+    listed = "version: 1\nmodels: {listed: {kind: chat, source: 'path:folder'}}\n"
     with serving(ScriptedChat()) as url:
+        (tmp_path / "models.yaml").write_text(listed)
         for name, new in (
+            ("listed", "listed"), ("list", "listed"),
             ("qwen3.5:9b", "qwen3.5-9b"), ("qwen3.5-9b", "qwen3.5-9b"), ("./folder", "./folder"),
             ("org/name", "org/name"),
         ):  # fmt: skip
