@@ -61,8 +61,10 @@ def ask(url: str, key: str | None, body: dict[str, Any]) -> Generator[Piece, Non
                     problem = f"{url} answered with status {error.code}, and no reason."
                     raise Refused(message or problem) from None
             time.sleep(RETRY_S)
-    except (EOFError, OSError, HTTPException, *_FOREIGN):
+    except (EOFError, OSError, HTTPException):
         raise Refused(f"The gateway at {url} ended before the answer did.") from None
+    except _FOREIGN:
+        raise Refused(f"{url} sent an event that is no part of an answer.") from None
 
 
 def _read_error(body: bytes) -> tuple[str | None, str | None]:
