@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import os
+import signal
 from collections.abc import Generator
 
 import hypothesis
@@ -16,6 +17,10 @@ hypothesis.settings.register_profile("gateway", deadline=None)
 hypothesis.settings.load_profile("gateway")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each process would compile all that it imports
 os.environ.pop("GITHUB_ACTIONS", None)  # there typer colours what it prints into a pipe, too
+
+# What runs in the background has SIGINT ignored, and its children too, which tests interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # MLX hands each operation to a thread of its own, which would preempt the one that hands it over:
 # two processes on two cores took 44 s for an engine's slow tests with that, and 32 without.

@@ -20,6 +20,9 @@ from gateway.cli.gateways import DIRECTLY
 RETRY_S = 1.0  # seconds until a model that is being loaded is asked again
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
+# Raised by reading JSON that is not the gateway's.
+_FOREIGN = (AttributeError, LookupError, TypeError, ValueError)
+
 
 class Refused(Exception):
     """Raised if something cannot be done as it was asked. The message gives the reason."""
@@ -53,12 +56,24 @@ def ask(url: str, key: str | None, body: dict[str, Any]) -> Generator[Piece, Non
                     return
             except HTTPError as error:
                 with error:
-                    about = json.load(error)["error"]
-                if about["code"] != "model_loading":
-                    raise Refused(about["message"]) from None
+                    code, message = _read_error(error.read())
+                if code != "model_loading":
+                    problem = f"{url} answered with status {error.code}, and no reason."
+                    raise Refused(message or problem) from None
             time.sleep(RETRY_S)
-    except (EOFError, OSError, HTTPException, LookupError, ValueError):
+    except (EOFError, OSError, HTTPException):
         raise Refused(f"The gateway at {url} ended before the answer did.") from None
+    except _FOREIGN:
+        raise Refused(f"{url} sent an event that is no part of an answer.") from None
+
+
+def _read_error(body: bytes) -> tuple[str | None, str | None]:
+    """Return an error's code and message; None of what a proxy, say, has not written."""
+    try:
+        about = json.loads(body)["error"]
+        return about["code"], about["message"]
+    except _FOREIGN:
+        return None, None
 
 
 def read_pieces(lines: Iterable[bytes]) -> Iterator[Piece]:

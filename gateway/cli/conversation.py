@@ -7,16 +7,18 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from gateway.app.named import load_served
 from gateway.cli import lazy
 from gateway.cli.answers import Piece, Refused, ask, clean
 from gateway.cli.gateways import NoGateway, first_key, list_offers
 from gateway.cli.terminal import show
-from gateway.registry import Catalog
+from gateway.errors import RegistryInvalid
+from gateway.registry import Catalog, read_short_names, similar_models
 from gateway.settings import Settings
 
 FAILURES: Final = (NoGateway, OSError, Refused)
@@ -42,15 +44,19 @@ _PATH: Final = re.compile(
 
 
 def parse_command(line: str) -> tuple[str, str] | None:
-    """Return a command and its argument, or None if a line is a prompt, as `/tmp/cat.png` is."""
-    match = re.fullmatch(r"(/\w*)(?:\s+(.*))?", line.strip(), re.DOTALL)
+    """Return a command and its argument, or None if a line is a prompt, as `/tmp/cat.png` is.
+
+    A blank before it makes a prompt of a command.
+    """
+    match = re.fullmatch(r"(/\w*)(?:\s+(.*))?", line.rstrip(), re.DOTALL)
     return None if match is None else (match[1], match[2] or "")
 
 
 def find_pictures(text: str) -> list[Path]:
-    """Return the pictures whose paths are in a prompt."""
+    """Return the pictures whose paths are in a prompt, each with a slash: a name alone is text."""
     paths = (one or two or re.sub(r"\\(.)", r"\1", bare) for one, two, bare in _PATH.findall(text))
-    return [Path(path) for path in map(os.path.expanduser, paths) if os.path.isfile(path)]
+    whole = map(os.path.expanduser, paths)
+    return [Path(path) for path in whole if "/" in path and os.path.isfile(path)]
 
 
 def make_question(text: str, pictures: Sequence[Path]) -> dict[str, Any]:
@@ -86,15 +92,27 @@ class Conversation:
         offers = list_offers(self.url, self.settings, Catalog(()))
         return [offer.name for offer in offers if offer.kind == "chat"]
 
-    def choose(self, name: str) -> None:
-        """Go on with a model. Raises Refused, with commands to run next."""
+    def choose(self, name: str, new: str = "") -> None:
+        """Go on with a model. Raises Refused, with commands to run next.
+
+        `new` is a name of the model that a new gateway takes, if one is known.
+        """
         chats = self.chats()
         if name not in chats:
+            known = [each for each, entry in read_short_names().items() if entry["kind"] == "chat"]
+            with suppress(RegistryInvalid):  # a new gateway reports it
+                known += [
+                    each.name for each in load_served(self.settings) if each.spec.kind == "chat"
+                ]
+            is_known = new or "/" in name or name in known
+            names = [new or name] if is_known else similar_models(name, known, 1)
+            chats = [*dict.fromkeys((*similar_models(name, chats, 1), *chats))]
             lines = [f"The gateway at {self.url} does not serve the chat model {name}. Run one of:"]
             lines += [f"  mlx-gateway run {shlex.quote(chat)}" for chat in chats]
-            lines.append(
-                f"  GATEWAY_PORT=0 mlx-gateway run {shlex.quote(name)}  # on a new gateway"
-            )
+            lines += [
+                f"  GATEWAY_PORT=0 mlx-gateway run {shlex.quote(each)}  # on a new gateway"
+                for each in names
+            ]
             raise Refused("\n".join((*lines, "  mlx-gateway models recommend")))
         self.model = name
 
@@ -149,17 +167,19 @@ class Conversation:
                 self.system = text or None
             case "/think", "" | "on" | "off" as wish:
                 self.thinks = wish != "off"
+                print(f"thinking is {'on' if self.thinks else 'off'}")
             case "/model", "":
                 print(clean("\n".join(self.chats())))
             case "/model", name:
                 self.choose(name)
             case "/save", file if file:
-                with Path(file).expanduser().open("x", encoding="utf-8") as out:
+                with open(os.path.expanduser(file), "x", encoding="utf-8") as out:
                     json.dump(self.body(), out, ensure_ascii=False, indent=2)
             case "/help", _:
                 show(("Command or key", "Effect"), COMMANDS.items())
             case _, _:
-                raise Refused(f"{line.strip()} is not understood: /help lists the commands.")
+                hint = "/help lists the commands. With a blank before it, it is a prompt."
+                raise Refused(f"{line.strip()} is not understood: {hint}")
 
 
 def write(pieces: Iterable[Piece]) -> None:

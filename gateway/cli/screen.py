@@ -24,6 +24,8 @@ _HIGHLIGHTED: Final = 8000  # most characters of a block of code in colours, whi
 # HTML and images are shown as they are written, since rich would leave them out.
 _PARSER: Final = MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"])
 _PARSER.disable("image")
+_NOT_KEPT: Final = "Prompts are not kept for later: {}"
+_ECHO: Final = 2  # columns of ^C, which a terminal echoes at the end of the last line
 
 
 def make_reader(*, keeps_history: bool) -> Callable[[], str]:
@@ -31,21 +33,37 @@ def make_reader(*, keeps_history: bool) -> Callable[[], str]:
     history = None
     try:
         history = open_history() if keeps_history else None
-    except OSError as error:
-        print(f"Prompts are not kept for later: {error}", file=sys.stderr)
+    except (OSError, RuntimeError) as error:
+        print(_NOT_KEPT.format(error), file=sys.stderr)
     keys, about = KeyBindings(), "Ask something. /help lists the commands."
     keys.add("escape", "enter")(lambda event: event.current_buffer.insert_text("\n"))
     session = PromptSession[str](history=history, key_bindings=keys, placeholder=about)
-    return partial(session.prompt, ">>> ")
+    return partial(session.prompt, ">>> ", enable_suspend=True)
 
 
-def open_history() -> FileHistory:
-    """Return the user's history, in a file that others cannot read. Raises OSError."""
-    state = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser()
+class History(FileHistory):
+    """Prompts in a file. One that it cannot take, as on a full disk, is named."""
+
+    def store_string(self, string: str) -> None:
+        try:
+            super().store_string(string)
+        except OSError as error:
+            print(_NOT_KEPT.format(error), file=sys.stderr)
+
+
+def open_history() -> History:
+    """Return the user's history, in a file that others cannot read.
+
+    Raises OSError, and RuntimeError for a user without a home.
+    """
+    state = Path(os.environ.get("XDG_STATE_HOME", ""))
+    state = state if state.is_absolute() else Path.home() / ".local/state"  # as XDG has it
     file = state / "mlx-gateway" / "history"
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     file.touch(0o600)
-    return FileHistory(file)
+    file.chmod(0o600)  # it may be older
+    with file.open("a+"):
+        return History(file)
 
 
 def make_markdown(text: str) -> Markdown:
@@ -108,7 +126,12 @@ class Screen:
             shown = Text(self._thoughts[-_THOUGHTS:].lstrip(), "dim")
         elif not self._text.strip():
             return self._spinner
-        return SegmentLines(self._console.render_lines(shown, pad=False)[-room:], new_lines=True)
+        options = self._console.options.update(width=self._width())
+        drawn = self._console.render_lines(shown, options, pad=False)
+        return SegmentLines(drawn[-room:], new_lines=True)
+
+    def _width(self) -> int:
+        return max(1, self._console.width - _ECHO)
 
     def _fold(self) -> None:
         if self._thoughts:
@@ -119,4 +142,4 @@ class Screen:
         """Print the first characters of the text for good."""
         done, self._text = self._text[:count], self._text[count:]
         if done.strip():
-            self._console.print(make_markdown(done), "")
+            self._console.print(make_markdown(done), "", width=self._width())

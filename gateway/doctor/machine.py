@@ -134,7 +134,8 @@ def check_port(bind: str) -> Finding:
         with socket.create_server((host.strip("[]"), int(number)), family=family):
             return Finding("port", "ok", f"{bind} is free.")
     except OSError as error:
-        return Finding("port", "fail", bind_problem(bind, error))
+        is_served = error.errno == errno.EADDRINUSE and _is_gateway(f"http://{bind}")
+        return Finding("port", "warn" if is_served else "fail", bind_problem(bind, error))
 
 
 def bind_problem(bind: str, error: OSError) -> str:

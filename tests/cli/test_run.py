@@ -21,13 +21,16 @@ import pytest
 from anyio.from_thread import BlockingPortal
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from prompt_toolkit.application import create_app_session
+from prompt_toolkit.input import create_pipe_input
+from prompt_toolkit.output import DummyOutput
 from rich.console import Console
 from structlog.testing import capture_logs
 
 from gateway.cli import answers
 from gateway.cli.answers import Piece, Refused, ask, clean, read_pieces
 from gateway.cli.conversation import Conversation, find_pictures, make_question, parse_command
-from gateway.cli.screen import Screen, make_markdown, whole_blocks
+from gateway.cli.screen import Screen, make_markdown, make_reader, open_history, whole_blocks
 from tests.cli.conftest import Inside
 from tests.fakes import ScriptedChat, ScriptedEngines
 from tests.processes import command, environment
@@ -197,6 +200,12 @@ def test_what_is_drawn_again_is_never_higher_than_the_screen() -> None:
     assert drawn.rpartition("\x1b")[2].count("\n") >= 40
 
 
+def test_no_line_is_as_wide_as_the_terminal() -> None:
+    """Else the ^C that the terminal echoes would wrap, and leave a line there twice."""
+    drawn = draw(Piece("word " * 20 + "\n```\nx = 1\n```\n"))
+    assert max(map(len, re.sub(r"\x1b\[\w*", "\n", drawn).splitlines())) == 38
+
+
 def test_thoughts_are_folded_when_the_answer_begins() -> None:
     pieces = (Piece(thoughts="Hm, "), Piece(thoughts="so."), Piece("Yes."))
     drawn = draw(*pieces, force_interactive=False)
@@ -231,7 +240,8 @@ def test_a_long_block_of_code_is_whole_and_has_fewer_colours() -> None:
         ("", None),
         ("/tmp/cat.png What is this?", None),
         ("1/2", None),
-        (" /clear ", ("/clear", "")),
+        (" /usr is what?", None),
+        ("/clear ", ("/clear", "")),
         ("/system Be brief.\nAnd kind.", ("/system", "Be brief.\nAnd kind.")),
         ("/save  my file.json", ("/save", "my file.json")),
     ],
@@ -250,7 +260,7 @@ def test_a_line_is_a_command_or_a_prompt(line: str, parsed: object) -> None:
         "{0}/my\\ cat.JPG",
         "It's in {0}/cat.png, isn't it",
         "{0}/at\u202f9.png",
-        "cat.png",
+        "./cat.png",
         "~/cat.png",
     ],
 )
@@ -265,9 +275,18 @@ def test_the_path_of_a_picture_is_found(
     assert picture.is_file()
 
 
-def test_other_paths_are_text(tmp_path: Path) -> None:
-    (tmp_path / "cat.png.txt").touch()
-    for path in (f"{tmp_path}/cat.png.txt", "cat.png", "https://x/cat.png", f"'{'x' * 999}.png'"):
+def test_other_paths_are_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name without a slash, too: a prompt may be about the file."""
+    for name in ("cat.png", "cat.png.txt"):
+        (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path)
+    for path in (
+        f"{tmp_path}/cat.png.txt",
+        "cat.png",
+        "'cat.png'",
+        "https://x/cat.png",
+        f"'{'x' * 999}.png'",
+    ):
         assert find_pictures(path) == []
 
 
@@ -329,7 +348,6 @@ def test_a_model_that_cannot_answer_is_refused_with_the_next_command(
     assert absent.stderr == (
         f"The gateway at {url} does not serve the chat model no[31mbody. Run one of:\n"
         "  mlx-gateway run writer\n"
-        "  GATEWAY_PORT=0 mlx-gateway run 'no[31mbody'  # on a new gateway\n"
         "  mlx-gateway models recommend\n"
     )
     assert "does not serve the chat model embedder. Run one of:\n" in embedder.stderr
@@ -337,16 +355,93 @@ def test_a_model_that_cannot_answer_is_refused_with_the_next_command(
     assert refused.stderr == "The template refuses.\n"
 
 
+def test_a_model_that_a_new_gateway_has_is_named(serving: Served, run: Run, tmp_path: Path) -> None:
+    """By a name that it takes: the one that was typed, or the nearest of the catalogue."""
+    (tmp_path / "folder").mkdir()
+    listed = "version: 1\nmodels: {listed: {kind: chat, source: 'path:folder'}}\n"
+    with serving(ScriptedChat()) as url:
+        (tmp_path / "models.yaml").write_text(listed)
+        for name, new in (
+            ("listed", "listed"), ("list", "listed"),
+            ("qwen3.5:9b", "qwen3.5-9b"), ("qwen3.5-9b", "qwen3.5-9b"), ("./folder", "./folder"),
+            ("org/name", "org/name"),
+        ):  # fmt: skip
+            command = f"\n  GATEWAY_PORT=0 mlx-gateway run {new}  # on a new gateway\n"
+            assert command in run(url, name, "Hi").stderr
+
+
+def test_a_picture_is_named_on_the_command_line(serving: Served, run: Run, tmp_path: Path) -> None:
+    """A path in a prompt is text there, as scripts make prompts of what they have."""
+    (tmp_path / "cat.png").touch()
+    chat = ScriptedChat(script=says("Yes"))
+    with serving(chat) as url:
+        assert run(url, "writer", "Is ./cat.png a name?").returncode == 0
+    assert chat.jobs[0].messages[-1]["content"] == "Is ./cat.png a name?"
+
+
 def test_wrong_usage_has_status_2(run: Run) -> None:
     for arguments, piped, problem in (
         (("writer",), b"", "there is no question"),
         (("writer",), b"\x89PNG", "'utf-8' codec can't decode"),
         (("writer", "Hi", "--image", "gone.png"), b"", "does not exist"),
+        (("writer", "Hi", "--image", "/"), b"", "is a directory"),
+        (("writer", "Hi \udcff"), b"", "Invalid value for PROMPT: it is not UTF-8"),
+        (("", "Hi"), b"", "Invalid value for MODEL"),
         (("hub:", "Hi"), b"", "may end in @revision"),
     ):
         done = run(NOBODY, *arguments, piped=piped)
         assert (done.returncode, done.stdout) == (2, ""), arguments
         assert problem in " ".join(done.stderr.split()), arguments
+
+
+@pytest.mark.parametrize("stream", ["stdin", "stdout"])
+def test_a_closed_stream_is_wrong_usage(
+    stream: str, tmp_path: Path, inside: Inside, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The interpreter has None in its place."""
+    monkeypatch.setattr(sys, stream, None)
+    done = inside(tmp_path, "run", "writer", "Hi", GATEWAY_PORT=NOBODY)
+    assert done.returncode == 2
+    assert "standard input or output is closed" in done.stderr
+
+
+def test_a_history_is_its_users_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An older one, too. A relative XDG_STATE_HOME is ignored, as its specification has it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("XDG_STATE_HOME", "relative")
+    file = tmp_path / "home" / ".local" / "state" / "mlx-gateway" / "history"
+    file.parent.mkdir(parents=True)
+    file.touch(0o644)
+    open_history().store_string("secret")
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert "+secret" in file.read_text()
+    assert [*tmp_path.iterdir()] == [tmp_path / "home"]
+
+
+def test_a_prompt_that_the_history_cannot_take_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    history = open_history()
+    file = tmp_path / "mlx-gateway" / "history"
+    file.unlink()
+    file.mkdir()
+    history.store_string("secret")
+    assert "Prompts are not kept for later: " in capsys.readouterr().err
+
+
+def test_a_user_without_a_home_has_no_history(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in a container whose user has no entry in its list of users."""
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(os, "getuid", lambda: 987_654)
+    with create_pipe_input() as typed, create_app_session(input=typed, output=DummyOutput()):
+        typed.send_text("Hi\r")
+        assert make_reader(keeps_history=True)() == "Hi"
+    assert "Prompts are not kept for later: " in capsys.readouterr().err
 
 
 def test_a_key_is_sent_and_a_wrong_one_named(serving: Served, run: Run) -> None:
@@ -429,10 +524,20 @@ def test_a_gateway_that_ends_in_the_middle_of_an_answer_is_named(
             next(pieces)
 
 
-def test_a_server_that_answers_no_json_fails(portal: BlockingPortal) -> None:
-    page = b"HTTP/1.1 502 Bad Gateway\r\ncontent-length: 4\r\n\r\n<br>"
-    with portal.wrap_async_context_manager(answering(page)) as url:
-        with pytest.raises(Refused, match=f"The gateway at {url} ended before the answer did"):
+@pytest.mark.parametrize("body", [b"<br>", b'{"error": "text"}', b"[1]", b'{"error": null}'])
+def test_an_error_that_is_not_the_gateways_is_named(portal: BlockingPortal, body: bytes) -> None:
+    """As of a proxy before it."""
+    head = b"HTTP/1.1 502 Bad Gateway\r\ncontent-length: %d\r\n\r\n" % len(body)
+    with portal.wrap_async_context_manager(answering(head, body)) as url:
+        with pytest.raises(Refused, match=f"^{url} answered with status 502, and no reason.$"):
+            list(ask(url, None, {"messages": []}))
+
+
+@pytest.mark.parametrize("event", [b'{"choices": null}', b"[1]", b"1", b'{"error": "text"}'])
+def test_an_event_that_is_not_the_gateways_is_named(portal: BlockingPortal, event: bytes) -> None:
+    parts = b"HTTP/1.1 200 OK\r\n\r\n", b"data: %s\n\n" % event
+    with portal.wrap_async_context_manager(answering(*parts)) as url:
+        with pytest.raises(Refused, match=f"^{url} sent an event that is no part of an answer.$"):
             list(ask(url, None, {"messages": []}))
 
 
@@ -460,6 +565,7 @@ def test_commands_change_the_conversation(
     with serving(chat) as url:
         lines = [
             *("/system Be brief.", "Why?", f"/save {saved}", f"/save {saved}", "/clear"),
+            "/save ~nobody-of-this-name/x",
             *("/think", "/think off", "Again?", "", "/model", "/model embedder"),
             *("/think what", "/save", "/nothing", "/help", "/bye", "never read"),
         ]
@@ -470,9 +576,13 @@ def test_commands_change_the_conversation(
     said = [[message["content"] for message in job.messages] for job in chat.jobs]
     assert said == [["Be brief.", "Why?"], ["Be brief.", "Again?"]]
     assert chat.jobs[1].template_args["enable_thinking"] is False
-    shown = ["Yes", "Yes", "writer"]
+    shown = ["Yes", "thinking is on", "thinking is off", "Yes", "writer"]
     assert out.splitlines()[: len(shown)] == shown
-    problems = [f"File exists: '{saved}'", "does not serve the chat model embedder"]
+    problems = [
+        f"File exists: '{saved}'",
+        "'~nobody-of-this-name/x'",
+        "does not serve the chat model embedder",
+    ]
     lost = ("/think what", "/save", "/nothing")
     for problem in (*problems, *(f"{line} is not understood: /help" for line in lost)):
         assert problem in err

@@ -143,7 +143,8 @@ async def test_whoever_means_ill_is_answered_and_nothing_is_left(
     given = {**ALIASES, "GATEWAY_REQUEST_TIMEOUT_S": str(REQUEST_S)}
     write_seeing("qwen3_vl", tmp_path / "seeing")
     models = yaml.safe_load(DEMO.read_text())
-    models["models"]["demo-chat"]["source"] = f"path:{DEMO.parent / 'chat'}"
+    for name in ("chat", "vision"):
+        models["models"][f"demo-{name}"]["source"] = f"path:{DEMO.parent / name}"
     models["models"]["seeing"] = {"kind": "chat", "source": "path:seeing", "preload": True}
     (tmp_path / "models.yaml").write_text(yaml.safe_dump(models))
     with started(command("serve"), tmp_path, **given) as served:

@@ -16,6 +16,7 @@ from gateway.panics import as_exception
 from gateway.registry import is_gguf
 
 _INDEX = "model.safetensors.index.json"
+_FAULTS: Final = (OSError, ValueError, LookupError, TypeError, AttributeError)
 # The longest header that the format allows.
 HEADER_BYTES: Final = 100_000_000
 
@@ -117,7 +118,14 @@ class Folder:
             arrays.pop("__metadata__", None)
             tensors = {name: _tensor(array) for name, array in arrays.items()}
             expected_size = 8 + length + max(array["data_offsets"][1] for array in arrays.values())
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (
+            OSError,
+            ValueError,
+            LookupError,
+            TypeError,
+            AttributeError,
+            RecursionError,
+        ) as error:
             raise self.failed(f"{file} is not a whole safetensors file: {error}") from error
         if there < expected_size:
             size = f"it has {there:,} of {expected_size:,} bytes"
@@ -129,8 +137,11 @@ class Folder:
             return ["model.safetensors"]
         index = self.read_object(_INDEX)
         if index:
-            shards = sorted(set(index.get("weight_map", {}).values()))
-            absent = [shard for shard in shards if not (self.folder / shard).is_file()]
+            try:
+                shards = sorted({*index["weight_map"].values()})
+                absent = [shard for shard in shards if not (self.folder / shard).is_file()]
+            except _FAULTS as error:
+                raise self.failed(f"{_INDEX} has no weight_map of files: {error}") from error
             if absent or not shards:
                 raise self.failed(f"{_INDEX} names missing shards: {join_names(absent)}")
             return shards

@@ -54,7 +54,7 @@ _DECLARED: Final = (
         ("gemma3",),
         _PROJECTED_TOWER,
         {"image_token_index": 262144, "boi_token_index": 255999, "eoi_token_index": 256000},
-        ("siglip_vision_model", "gemma3", None),
+        ("siglip_vision_model", "gemma3", "gemma3_vision", None),
         "\n\n",
         "\n\n",
     ),

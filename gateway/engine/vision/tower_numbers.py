@@ -30,6 +30,25 @@ _QWEN_SIZES: Final = {
 }
 # transformers' defaults.
 _QWEN_DEFAULTS: Final = {"in_channels": 3, "temporal_patch_size": 2, "spatial_merge_size": 2}
+_QWEN2_5_DEFAULTS: Final = {
+    **_QWEN_DEFAULTS,
+    "depth": 32,
+    "intermediate_size": 3420,
+    "num_heads": 16,
+    "patch_size": 14,
+    "window_size": 112,
+}
+_QWEN2_5_FULL: Final = (7, 15, 23, 31)
+_QWEN3_DEFAULTS: Final = {
+    **_QWEN_DEFAULTS,
+    "depth": 27,
+    "hidden_size": 1152,
+    "intermediate_size": 4304,
+    "num_heads": 16,
+    "num_position_embeddings": 2304,
+    "patch_size": 16,
+}
+_QWEN3_DEEPSTACK: Final = (8, 16, 24)
 _PIXTRAL_DEFAULTS: Final = {
     "hidden_size": 1024,
     "intermediate_size": 4096,
@@ -94,8 +113,9 @@ def _read_qwen3(config: Config) -> TowerNumbers:
     """Read the numbers of Qwen3-VL and Qwen3.5 to 3.8. Raises KeyError and ValueError."""
     vision, text = config["vision_config"], text_config(config)
     names = {**_QWEN_SIZES, "positions": "num_position_embeddings"}
-    sizes = _read_tower(config, names, _QWEN_DEFAULTS)
-    deepstack = _read_layers(vision, "deepstack_visual_indexes", sizes["layers"])
+    sizes = _read_tower(config, names, _QWEN3_DEFAULTS)
+    usual = _QWEN3_DEEPSTACK if str(config["model_type"]).startswith("qwen3_vl") else ()
+    deepstack = _read_layers(vision, "deepstack_visual_indexes", sizes["layers"], usual)
     if math.isqrt(sizes["positions"]) ** 2 != sizes["positions"]:
         raise ValueError("num_position_embeddings of vision_config is no square")
     if len(deepstack) > text["num_hidden_layers"]:
@@ -108,8 +128,8 @@ def _read_qwen2_5(config: Config) -> TowerNumbers:
     """Read the numbers of Qwen2.5-VL. Raises KeyError and ValueError."""
     vision = config["vision_config"]
     names = {**_QWEN_SIZES, "window": "window_size"}
-    sizes = _read_tower(config, names, {**_QWEN_DEFAULTS, "window_size": 112})
-    full = _read_layers(vision, "fullatt_block_indexes", sizes["layers"])
+    sizes = _read_tower(config, names, _QWEN2_5_DEFAULTS)
+    full = _read_layers(vision, "fullatt_block_indexes", sizes["layers"], _QWEN2_5_FULL)
     if not full:
         raise ValueError("fullatt_block_indexes of vision_config name no layers")
     sizes["window"] //= sizes["merge"] * sizes["patch"]
@@ -238,8 +258,10 @@ def _read_sizes(
     return {field: given[key] for field, key in names.items()}
 
 
-def _read_layers(vision: Config, key: str, layers: int) -> tuple[int, ...]:
-    named = vision.get(key) or []
+def _read_layers(
+    vision: Config, key: str, layers: int, default: tuple[int, ...]
+) -> tuple[int, ...]:
+    named = vision.get(key, [*default]) or []
     if not isinstance(named, list) or any(type(each) is not int for each in named):
         raise ValueError(f"{key} is no list of layers")
     if not {*named} <= {*range(layers)} or len({*named}) < len(named):

@@ -105,6 +105,15 @@ def test_a_header_that_is_none_is_named(tmp_path: Path, header: bytes) -> None:
         weights_bytes(checkpoint(tmp_path), Device.CPU, None)
 
 
+@pytest.mark.parametrize(
+    "index", [None, ["a"], {"a": 1}, {"a": ["x"]}, {"a": 1, "b": "x"}, {"a": "x" * 5000}, {}]
+)
+def test_an_index_that_names_no_files_is_named(tmp_path: Path, index: Any) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    with pytest.raises(ModelLoadFailed, match=r"model\.safetensors\.index\.json"):
+        Checkpoint("tiny", tmp_path).all_tensors()
+
+
 def test_quantized_weights_without_a_group_size_are_refused(tmp_path: Path) -> None:
     folder = quantized(write_chat(tmp_path / "packed"))
     config = json.loads((folder / "config.json").read_text())

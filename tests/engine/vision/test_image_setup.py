@@ -16,6 +16,7 @@ from gateway.engine.device import Device
 from gateway.engine.models.folder import Folder
 from gateway.engine.vision.families import FAMILIES
 from gateway.engine.vision.image_setup import Marks, read_image_setup, reads_images
+from gateway.engine.vision.tower_numbers import read_numbers
 from gateway.errors import ContextLengthExceeded, ModelLoadFailed
 from tests import golden_gemma, golden_vision
 from tests.engine.vision.golden import encode, read_tower
@@ -101,6 +102,57 @@ def test_a_model_whose_images_are_not_supported_is_one_of_text_and_names_the_key
 @pytest.mark.parametrize("case", CASES)
 def test_files_as_they_are_say_that_a_model_sees(written: dict[str, Path], case: str) -> None:
     assert reads_images(written[case])
+
+
+@pytest.mark.parametrize(
+    ("kind", "said", "left_out"),
+    [
+        (
+            "qwen2_5_vl",
+            {"hidden_size": 1280},
+            {
+                "depth": 32,
+                "intermediate_size": 3420,
+                "num_heads": 16,
+                "patch_size": 14,
+                "window_size": 112,
+                "fullatt_block_indexes": [7, 15, 23, 31],
+                "spatial_merge_size": 2,
+                "temporal_patch_size": 2,
+                "in_channels": 3,
+            },
+        ),
+        (
+            "qwen3_vl",
+            {},
+            {
+                "depth": 27,
+                "hidden_size": 1152,
+                "intermediate_size": 4304,
+                "num_heads": 16,
+                "patch_size": 16,
+                "num_position_embeddings": 2304,
+                "spatial_merge_size": 2,
+                "temporal_patch_size": 2,
+                "deepstack_visual_indexes": [8, 16, 24],
+            },
+        ),
+    ],
+)
+def test_what_transformers_leaves_out_of_a_config_it_saves_has_its_default(
+    kind: str, said: dict[str, Any], left_out: dict[str, Any]
+) -> None:
+    text = {
+        "hidden_size": 3584,
+        "num_hidden_layers": 28,
+        "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+    }
+    whole, short = (
+        {"model_type": kind, "text_config": text, "vision_config": vision}
+        for vision in ({**said, **left_out}, said)
+    )
+    family = FAMILIES[kind]
+    assert read_numbers(short, family) == read_numbers(whole, family)
 
 
 @pytest.mark.parametrize("case", ["gemma3", "mistral3", "pixtral"])
