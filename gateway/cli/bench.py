@@ -65,10 +65,6 @@ def bench(
     """
     if find_spec("aiohttp") is None:
         fail(NO_CLIENT)
-    if url is None:
-        settings = load_settings()
-        url, api_key = require_running(settings, option="--url"), api_key or first_key(settings)
-    api_key = api_key or os.environ.get("OPENAI_API_KEY")
     clients = _numbers(concurrency, "--concurrency")
     # A server may have cached the texts of the last run.
     if seed is None:
@@ -80,6 +76,10 @@ def bench(
         raise typer.BadParameter("only chat requests have images", param_hint="--images")
     if images:
         make = _image_maker(model or WRITER, prompts, seed, images, max_tokens)
+    if url is None:
+        settings = load_settings()
+        url, api_key = require_running(settings, option="--url"), api_key or first_key(settings)
+    api_key = api_key or os.environ.get("OPENAI_API_KEY")
     peer = lazy.load.Peer(url, key=api_key, timeout_s=timeout)
     measured = asyncio.run(_measure(peer, Workload(make), clients, warmup, duration))
     if as_json:
