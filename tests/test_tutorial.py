@@ -83,7 +83,8 @@ def test_a_block_works_as_pasted(block: str, served: Served, tmp_path: Path) -> 
         timeout=120,
         check=False,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    is_cut = "The answer is not whole (length)." in done.stderr  # by a model of random weights
+    assert done.returncode == 0 or is_cut, done.stdout + done.stderr
     assert '"error"' not in done.stdout
     assert all(said in done.stdout for asked, said in SAID.items() if asked in block), done.stdout
 

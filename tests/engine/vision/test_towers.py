@@ -62,7 +62,7 @@ def config(vision: dict[str, Any], **changes: Any) -> dict[str, Any]:
         ({"depth": 0}, "depth"),
         ({"depth": -1}, "depth"),
         ({"depth": "many"}, "many"),
-        ({"depth": None}, "depth"),
+        ({"depth": None}, "27 layers"),
         ({"depth": [3]}, "depth"),
         ({"depth": 2}, "blocks.2"),
         ({"hidden_size": HUGE}, "hidden_size"),
