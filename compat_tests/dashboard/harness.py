@@ -41,3 +41,12 @@ def soon(check: Callable[[], None]) -> None:
             time.sleep(0.2)
         else:
             return
+
+
+def wait_until(page: Any, expression: str) -> None:
+    """Wait until JavaScript is true. The page's CSP forbids Playwright's own wait to ask twice."""
+    for _ in range(1000):
+        if page.evaluate(expression):
+            return
+        page.wait_for_timeout(30)
+    raise AssertionError(expression)

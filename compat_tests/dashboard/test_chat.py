@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from compat_tests.dashboard.conftest import ADMIN, looking
-from compat_tests.dashboard.harness import QUESTION
+from compat_tests.dashboard.harness import QUESTION, wait_until
 
 WIDTHS = pytest.mark.parametrize("width", [1280, 400])
 # The test writes the answers: `feed` a line, then `finish`. `asked` lists the requests' bodies.
@@ -52,7 +52,7 @@ def ask(page: Any, text: str = QUESTION) -> None:
     count = page.evaluate("asked.length")
     page.fill("#chat [name=text]", text)
     page.locator("#chat [name=text]").press("Enter")
-    page.wait_for_function(f"asked.length > {count}")
+    wait_until(page, f"asked.length > {count}")
 
 
 def feed(page: Any, reason: str | None = None, **delta: str) -> None:
@@ -219,7 +219,7 @@ def test_a_system_prompt_and_sampling_are_sent_if_they_are_given(page: Any) -> N
     page.fill("#chat [name=max_tokens]", "0")
     page.get_by_text("System prompt and sampling").click()
     page.locator("#chat [name=text]").press("Enter")  # the field that is wrong is shown
-    page.wait_for_function("document.activeElement.name === 'max_tokens'")
+    wait_until(page, "document.activeElement.name === 'max_tokens'")
     assert page.evaluate("asked.length") == 1
 
 

@@ -11,6 +11,7 @@ import yaml
 
 from compat_tests.conftest import started
 from compat_tests.dashboard.conftest import HOSTILE, MODELS, looking
+from compat_tests.dashboard.harness import wait_until
 from tests.engine.vision.harness import write_seeing
 from tests.processes import ROOT
 
@@ -108,7 +109,7 @@ def test_a_picture_is_chosen_by_keyboard_shown_and_sent(browser: Any, url: str, 
         thumbnail = page.locator("#chat .pictures img")
         thumbnail.wait_for()
         assert thumbnail.get_attribute("src").startswith("blob:")
-        page.wait_for_function("document.querySelector('#chat .pictures img').naturalWidth > 0")
+        wait_until(page, "document.querySelector('#chat .pictures img').naturalWidth > 0")
         assert page.evaluate("document.documentElement.scrollWidth") <= width
         box = page.locator("#chat .pictures button").bounding_box()
         assert box["x"] + box["width"] <= width
@@ -122,7 +123,7 @@ def test_a_picture_is_chosen_by_keyboard_shown_and_sent(browser: Any, url: str, 
         assert page.locator("#chat .turn.user img").get_attribute("alt") == "wide.png"
         page.keyboard.type("And now?")
         page.keyboard.press("Enter")
-        page.wait_for_function("document.querySelectorAll('#chat .turn.user').length === 2")
+        wait_until(page, "document.querySelectorAll('#chat .turn.user').length === 2")
         page.locator("#chat .result", has_text="completion tokens").wait_for()
         first, *_, last = page.asked[-1]["messages"]
         assert (first["content"], last["content"]) == ([image, text], "And now?")
@@ -190,10 +191,7 @@ def test_a_conversation_with_a_picture_goes_on_with_a_model_that_reads_text(
             page.select_option("#chat select", model)
             page.locator("#chat [name=text]").fill(f"Hello, {model}")
             page.locator("#chat [name=text]").press("Enter")
-            page.wait_for_function(
-                "(model) => document.querySelector('#chat .turns').textContent.includes(model)",
-                arg=model,
-            )
+            page.locator("#chat .turns", has_text=model).wait_for()
             assert sent(page) == f"Hello, {model}"
             assert file_of(page.asked[-1]["messages"][0]["content"][0]) == PICTURE.read_bytes()
             assert (left_out in result.text_content()) is is_said
@@ -216,14 +214,12 @@ def test_pictures_are_kept_over_a_reload_unless_they_are_large(browser: Any, url
         image, _ = sent(page)
         page.reload()
         kept = page.locator("#chat .turn.user img")
-        page.wait_for_function("document.querySelector('#chat .turn img').naturalWidth > 0")
+        kept.evaluate("image => image.decode()")
         assert kept.get_attribute("src").startswith("blob:")
         page.get_by_role("button", name="Add a picture").wait_for()
         give(page, "paste", content=PICTURE.read_bytes() + bytes(1_600_000))
         page.locator("#chat [name=text]").press("Enter")
-        page.wait_for_function(
-            "document.querySelectorAll('#chat .foot:not([hidden])').length === 2"
-        )
+        page.locator("#chat .foot:not([hidden])").nth(1).wait_for()
         first, *_, last = page.asked[-1]["messages"]
         assert first["content"][0] == image
         assert len(last["content"]) == 2
