@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from gateway.serving.generation import memory as memory
     from gateway.serving.ranks import links as links
 
-# What the imports above say, for when the program runs.
+# The names above by their modules, each imported at its first use.
 _PLACES = {
     "huggingface_hub": ("scan_cache_dir",),
     "hypercorn.asyncio": ("serve",),
