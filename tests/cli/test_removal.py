@@ -190,24 +190,27 @@ def test_a_repository_with_several_gguf_files_is_removed_whole(
 
 @pytest.mark.parametrize("answer", ["n\n", "\n", "\x04", "no\n"])
 def test_a_person_who_does_not_say_yes_keeps_the_files(
-    repo: Path, run: Run, tmp_path: Path, answer: str
+    repo: Path, run: Run, home: Path, tmp_path: Path, answer: str
 ) -> None:
-    status, shown = asked(tmp_path, answer)
+    status, shown = asked(tmp_path, home, answer)
     assert status == 1
     assert f"{repo}\n24 MiB in all\nRemove? [y/N]: " in shown
     assert (repo / "snapshots" / COMMIT / "config.json").exists()
 
 
-def test_a_person_who_says_yes_removes_them(repo: Path, run: Run, tmp_path: Path) -> None:
-    status, shown = asked(tmp_path, "y\n")
+def test_a_person_who_says_yes_removes_them(
+    repo: Path, run: Run, home: Path, tmp_path: Path
+) -> None:
+    status, shown = asked(tmp_path, home, "y\n")
     assert status == 0, shown
     assert not repo.exists()
 
 
-def asked(folder: Path, answer: str) -> tuple[int, str]:
+def asked(folder: Path, home: Path, answer: str) -> tuple[int, str]:
     """Run `rm mine` on a terminal, and answer its question; give the status and the output."""
     master, slave = pty.openpty()
     given = {"GATEWAY_HUB_CACHE": "cache", "GATEWAY_PORT": NOBODY, "NO_COLOR": "1"}
+    given["XDG_CACHE_HOME"] = str(home)
     process = subprocess.Popen(
         command("rm", "mine"),
         cwd=folder,
