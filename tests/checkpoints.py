@@ -9,7 +9,10 @@ from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
+from mlx_lm.models.qwen3_5 import TextModelArgs
 from mlx_lm.utils import _get_classes
+
+from gateway.engine.models.mtp_head import MtpHead
 
 DEMO = Path(__file__).parents[1] / "demo" / "chat"
 LLAMA: dict[str, Any] = {
@@ -67,6 +70,18 @@ HYBRID: dict[str, Any] = {
     "mlp_only_layers": [],
     "moe_intermediate_size": 32,
 }
+# The first of two layers is linear attention, as in Qwen3.5, whose MTP head `add_head` writes.
+HEADED: dict[str, Any] = {
+    **{key: each for key, each in HYBRID.items() if not key.startswith("linear_conv")},
+    "model_type": "qwen3_5_text",
+    "linear_conv_kernel_dim": 4,
+    "num_experts": 0,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+    },
+}
 # No rotary positions: no logits depend on how much each row has read.
 ABSOLUTE: dict[str, Any] = {
     "model_type": "gpt2",
@@ -110,12 +125,43 @@ def write_chat(folder: Path, seed: int = 0, **config: Any) -> Path:
     whole = {**LLAMA, **ids, **config}
     (folder / "config.json").write_text(json.dumps(whole))
     mx.random.seed(seed)
-    classes: Any = _get_classes(whole)
+    kind = whole["model_type"]
+    if kind.startswith("qwen3_5"):  # mlx-lm knows these by their outer name
+        kind = kind.removesuffix("_text")
+    classes: Any = _get_classes({**whole, "model_type": kind})
     model = classes[0](classes[1].from_dict(whole))
     # Wide weights, so that the likeliest token is likeliest by far and depends on its past.
     named: Any = tree_flatten(model.parameters())
     weights = {name: array * (1 if array.ndim == 1 else 3) for name, array in named}
     mx.save_safetensors(str(folder / "model.safetensors"), weights)
+    return folder
+
+
+def add_head(folder: Path, seed: int = 7, *, is_right: bool = False) -> Path:
+    """Add an MTP head with random weights to a model of Qwen3.5's kind, as converters store it.
+
+    If it `is_right`, most guesses are: the model's layers and the head's are made to add little to
+    a token's embedding, which the head passes on.
+    """
+    whole = json.loads((folder / "config.json").read_text())
+    config = whole.get("text_config", whole)
+    mx.random.seed(seed)
+    arguments: Any = TextModelArgs
+    head: Any = MtpHead(arguments.from_dict(config))
+    named: Any = tree_flatten(head.parameters())
+    file = folder / "model.safetensors"
+    weights: Any = mx.load(str(file))
+    weights = dict(weights)
+    for name, array in named:
+        weights[f"language_model.mtp.{name}"] = array * (3 if array.ndim > 1 else 1)
+    if is_right:
+        width = config["hidden_size"]
+        passed = mx.concatenate([mx.eye(width), mx.zeros((width, width))], axis=1)
+        weights["language_model.mtp.fc.weight"] = passed
+        for name in weights:
+            if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")):
+                weights[name] = weights[name] * 0.005
+    mx.save_safetensors(str(file), weights)
     return folder
 
 
@@ -191,4 +237,8 @@ def merge_adapter(folder: Path, base: Path, adapter: Path) -> Path:
 
 def _projections(base: Path) -> dict[str, mx.array]:
     weights: Any = mx.load(str(base / "model.safetensors"))
-    return {name: each for name, each in weights.items() if name.endswith("_proj.weight")}
+    return {
+        name: each
+        for name, each in weights.items()
+        if name.endswith("_proj.weight") and ".mtp." not in name
+    }
