@@ -146,7 +146,7 @@ BUDGET: dict[str, int] = {
     "cli": 2268,
     "clock": 42,
     "doctor": 529,
-    "engine": 16429,
+    "engine": 16430,
     "errors": 269,
     "ids": 6,
     "jobs": 354,

@@ -8,6 +8,7 @@ the row's accepted tokens are read again.
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from operator import sub
 from typing import Any
 
 import mlx.core as mx
@@ -28,14 +29,19 @@ class StatesCache(_Base):  # type: ignore[misc]
         self.cache: list[mx.array | None]
         # The states before the last pass, while a rollback may need them.
         self.earlier: list[mx.array | None] | None = None
+        # A model with an MTP head sets `recent`: the hidden states of a pass that may be undone,
+        # (rows, n, width). After a rollback, the first `known[i]` of row i are of accepted tokens.
+        self.recent: mx.array | None = None
+        self.known: tuple[int, ...] = ()
 
     @property
     def nbytes(self) -> int:
-        arrays = [*self.cache, *(self.earlier or ())]
+        arrays = [*self.cache, *(self.earlier or ()), self.recent]
         return sum(array.nbytes for array in arrays if array is not None)
 
     def hold(self) -> None:
         self.earlier = list(self.cache)  # a pass makes new arrays
+        self.known = ()  # rows may have joined since it was set
 
     def go_back(self, rows: Sequence[bool]) -> None:
         """Restore the earlier states of rows where `rows` is True, and release `earlier`."""
@@ -47,12 +53,16 @@ class StatesCache(_Base):  # type: ignore[misc]
 
     def filter(self, batch_indices: Sequence[int]) -> None:
         super().filter(batch_indices)
+        if self.recent is not None:
+            self.recent = self.recent[batch_indices]
+            self.known = tuple(self.known[i] for i in batch_indices if self.known)
         if self.earlier is not None:
             self.earlier = [
                 None if state is None else state[batch_indices] for state in self.earlier
             ]
 
     def extend(self, other: "StatesCache") -> None:
+        self.recent = None
         if self.earlier is not None or other.earlier is not None:
             before: Any = ArraysCache(0)
             joining: Any = ArraysCache(0)
@@ -167,6 +177,7 @@ def go_back(layers: Sequence[Any], dropped: Sequence[int], read: Sequence[int]) 
     if states:
         counts = tuple(n if gone else 0 for n, gone in zip(read, goes_back, strict=True))
     for layer in states:
+        layer.known = tuple(map(sub, counts, dropped))
         layer.go_back(goes_back)
     if not any(counts):
         return

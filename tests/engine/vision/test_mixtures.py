@@ -10,6 +10,7 @@ import pytest
 from gateway.engine.device import DeviceBounds
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.jobs.chat import GenerateJob, Sampling
+from tests.checkpoints import add_head
 from tests.engine.generation.harness import PLENTY, Rows
 from tests.engine.vision.harness import (
     CAT,
@@ -24,6 +25,7 @@ from tests.engine.vision.harness import (
     open_seeing,
     see,
     sight_of,
+    write_seeing,
 )
 
 SEEDS = {"qwen3_5": 2, "qwen3_vl": 1}
@@ -124,10 +126,13 @@ class Crowd:
                 self.stopped.clear()
 
 
-def check(folder: Path, cold: GenerationEngine, seed: int) -> None:
+def check(
+    folder: Path, cold: GenerationEngine, seed: int, requests: int = REQUESTS
+) -> GenerationEngine:
     """Compare a crowd's answers with those of each request alone.
 
-    Engines of odd seeds keep prompts and features and read ahead; the others keep few.
+    Engines of odd seeds keep prompts and features and read ahead; the others keep few. Return the
+    engine, which is closed.
     """
     given: dict[str, Any] = {"prefix_cache_bytes": PLENTY, "speculate_rows": 4}
     if seed % 2 == 0:
@@ -136,7 +141,7 @@ def check(folder: Path, cold: GenerationEngine, seed: int) -> None:
     if seed % 2 == 0:
         keep_features(engine, 6 * 64 * 4 * 4)
     crowd = Crowd(engine, random.Random(seed))
-    crowd.run(REQUESTS)
+    crowd.run(requests)
     assert not crowd.batch.faults
     assert not engine._sequences._all()
     assert engine._sequences._prefill.nbytes == 0
@@ -151,9 +156,10 @@ def check(folder: Path, cold: GenerationEngine, seed: int) -> None:
     # Answers tell images apart, and the crowd was disturbed, or this would show little.
     long = [tuple(ids) for (*_, tokens), ids in expected.items() if tokens >= 12]
     assert len({*long}) > 0.9 * len(long)
-    assert len(crowd.left) < REQUESTS / 10
+    assert len(crowd.left) < requests / 10
     assert {"park", "preempt", "resume", "leave"} <= {*crowd.events}
     engine.close()
+    return engine
 
 
 @pytest.mark.slow
@@ -162,6 +168,17 @@ def test_no_answer_of_hundreds_is_that_of_another_image(
 ) -> None:
     """The soak below makes thousands."""
     check(folder, cold, SEEDS[folder.name])
+
+
+@pytest.mark.slow
+def test_a_head_that_guesses_beside_images_changes_no_answer(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    folder = write_seeing("qwen3_5", tmp_path_factory.mktemp("headed") / "model")
+    cold = open_seeing(folder)
+    engine = check(add_head(folder), cold, seed=3, requests=100)
+    assert "mtp_head" in engine.facts.drafters
+    cold.close()
 
 
 @pytest.mark.soak
