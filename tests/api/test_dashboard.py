@@ -133,6 +133,7 @@ BROWSERS = {
     "Firefox": "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8",
     "Safari": "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8",
     "a page alone": "text/html",
+    "a page rather than JSON": "Application/JSON;q=0.5 , Text/HTML; level=1; q=0.9",
 }
 OTHERS = {
     "curl, requests, httpx, fetch": "*/*",
@@ -140,6 +141,10 @@ OTHERS = {
     "axios": "application/json, text/plain, */*",
     "urllib": "",
     "a name inside another": "application/x-text/html, text/htmlx",
+    "no page": "text/html;q=0, */*",
+    "JSON rather than a page": "application/json, text/html;q=0.1",
+    "either": "text/html, application/json",
+    "no number": "text/html;q=x",
 }
 
 
@@ -168,6 +173,12 @@ async def test_a_client_at_the_root_gets_json_that_names_the_pages(
         "dashboard": "/dashboard",
         "docs": "/docs",
     }
+
+
+async def test_headers_of_one_name_count_together(client: AsyncClient) -> None:
+    accepted = [("accept", "text/html;q=0.2"), ("accept", "application/json")]
+    for headers in (accepted, accepted[::-1]):
+        assert (await client.get("/", headers=headers)).status_code == 200
 
 
 async def test_at_a_base_url_a_browser_gets_json_too(client: AsyncClient) -> None:
