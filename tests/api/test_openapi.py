@@ -31,6 +31,7 @@ ASKED: dict[str, dict[str, Any]] = {
     "/tokenize": {"prompt": "hi"},
     "/detokenize": {"tokens": [104]},
     "/embed": {"inputs": ["hi", "there"]},
+    "/v2/embed": {"texts": ["hi"], "embedding_types": ["float", "int8", "ubinary", "base64"]},
     "/chat/completions": {"model": "writer", "messages": USER, "logprobs": True},
     "/completions": {"model": "writer", "prompt": "hi"},
     "/responses": {"model": "writer", "input": "hi"},
