@@ -147,7 +147,7 @@ BUDGET: dict[str, int] = {
     "cli": 2266,
     "clock": 42,
     "doctor": 527,
-    "engine": 16178,
+    "engine": 16243,
     "errors": 269,
     "ids": 6,
     "jobs": 355,
@@ -156,7 +156,7 @@ BUDGET: dict[str, int] = {
     "panics": 21,
     "registry": 1340,
     "server": 296,
-    "serving": 4787,
+    "serving": 4836,
     "settings": 372,
     "wire": 4079,
 }

@@ -91,7 +91,7 @@ class EmbeddingBatcher(RowBatcher[TokenIds]):
         limits: EmbeddingLimits,
         arrivals: Arrivals | None = None,
     ) -> None:
-        super().__init__(name, engine.embed, engine.probe, lane, limits, arrivals)
+        super().__init__(name, engine.embed, engine, lane, limits, arrivals)
         self.engine = engine
         self._pool = pool
         self._cache = EmbeddingCache(name, limits.cache_size)
