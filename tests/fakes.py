@@ -93,7 +93,7 @@ class ScriptedEmbedder:
     poison: str | None = None
     is_closed: bool = False
     token_s: float = 0.0
-    steps: int = 0  # of a row in steps, before the last one
+    steps: int = 0  # the steps of a long row before its last one
     stepped: list[int] = field(default_factory=list)
     freed_on: str | None = None  # the thread on which a row in steps ended
 

@@ -333,7 +333,7 @@ class RowBatcher(Generic[R]):
 
 
 def _advance(steps: Iterator[Vectors | None], seconds: float) -> Vectors | None:
-    """Run steps for about so many seconds; return the results, or None if steps are left."""
+    """Run steps for about this time; return the results, or None if steps are left."""
     until = clock.now() + seconds
     for results in steps:
         if results is not None or clock.now() >= until:
