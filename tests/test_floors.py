@@ -147,7 +147,7 @@ BUDGET: dict[str, int] = {
     "cli": 2266,
     "clock": 42,
     "doctor": 527,
-    "engine": 16243,
+    "engine": 16239,
     "errors": 269,
     "ids": 6,
     "jobs": 355,

@@ -71,7 +71,7 @@ class Model(NamedTuple):
     config: Mapping[str, Any] = {}
     shape: Shape | None = None
     form: str = "float32"
-    long_tokens: int = 256  # of the same paragraph, by the model's tokenizer; 0 without such a cell
+    long_tokens: int = 256  # the same paragraph, by the tokenizer of the model
     # Milliseconds of `PEERS`, by the cell.
     theirs: Mapping[str, Sequence[float | None]] = {}
 

@@ -153,11 +153,8 @@ class CrossEncoderEngine(EncoderEngine):
         return self._run([row.ids for row in rows], self.labels, self._starts(rows))
 
     def in_steps(self, rows: Sequence[Pair]) -> Generator[Results | None]:
-        """Score one pair layer by layer: yield None after each, and finally what `score` returns.
-
-        Several pairs are one step.
-        """
-        return self._run_in_steps([row.ids for row in rows], self.labels, self._starts(rows))
+        """Yield None after each layer, and finally the logits; one pair's are those of `score`."""
+        return self._run_in_steps([row.ids for row in rows], self._starts(rows))
 
     def _starts(self, rows: Sequence[Pair]) -> Sequence[int] | None:
         lead = self._template.lead

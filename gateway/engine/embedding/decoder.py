@@ -128,7 +128,7 @@ class Decoder:
 
     def _calls(self, tokens: mx.array, mask: mx.array | None) -> list[_LayerCall]:
         """Return the calls that mlx-lm's forward makes of the layers, without making them."""
-        calls = [_LayerCall(layer) for layer in self._states.layers]
+        calls = [_LayerCall(layer) for layer in self._states["layers"]]
         self._hidden(tokens, mask, calls)
         return calls
 
@@ -136,7 +136,7 @@ class Decoder:
         """Return True if each layer gets what the one before it returned."""
         try:
             calls = self._calls(mx.zeros((1, 1), dtype=mx.int32), None)
-        except Exception:  # the layers return more than a state, or cannot be replaced
+        except Exception:  # the layers are another module's, or return more than a state
             return False
         return calls[0].state is not None and all(one.state is calls[0].state for one in calls)
 
@@ -144,22 +144,20 @@ class Decoder:
         self, tokens: mx.array, mask: mx.array | None, calls: list[_LayerCall] | None = None
     ) -> mx.array:
         layers = self._states.layers
-        if calls is not None:
-            self._states.layers = calls
-        try:
-            return self._whole(tokens, mask)
-        finally:
-            if calls is not None:
-                self._states.layers = layers
-
-    def _whole(self, tokens: mx.array, mask: mx.array | None) -> mx.array:
         arguments: dict[str, Any] = {}
         if self._looks_ahead:
-            arguments["cache"] = [BothWays(mask)] * len(self._states.layers)
+            arguments["cache"] = [BothWays(mask)] * len(layers)
         if self._rounding is not None:
             # mlx-lm rounds this factor of Gemma's embeddings to bfloat16; transformers doesn't.
             arguments["input_embeddings"] = self._states.embed_tokens(tokens) * self._rounding
-        states = self._states(tokens, **arguments)
+        if calls is None:
+            states = self._states(tokens, **arguments)
+        else:
+            self._states.layers = calls
+            try:
+                states = self._states(tokens, **arguments)
+            finally:
+                self._states.layers = layers
         assert isinstance(states, mx.array)
         return states
 

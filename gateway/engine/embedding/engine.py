@@ -207,12 +207,9 @@ class EncoderEngine(ABC):
         return results
 
     def _run_in_steps(
-        self, rows: Sequence[Sequence[int]], width: int, starts: Sequence[int] | None = None
+        self, rows: Sequence[Sequence[int]], starts: Sequence[int] | None = None
     ) -> Generator[Results | None]:
-        """Yield None after each layer, and finally what `_run` returns."""
-        if len(rows) != 1:
-            yield self._run(rows, width, starts)
-            return
+        """Yield None after each layer of one pass, and finally what `_run` returns."""
         self._check(rows)
         for states in self._forward(rows, starts):
             evaluate(states)
@@ -421,11 +418,8 @@ class EmbeddingEngine(EncoderEngine):
         return self._run(rows, self.dimensions)
 
     def in_steps(self, rows: Sequence[Sequence[int]]) -> Generator[Vectors | None]:
-        """Compute one row layer by layer: yield None after each, and finally what `embed` returns.
-
-        Several rows are one step.
-        """
-        return self._run_in_steps(rows, self.dimensions)
+        """Yield None after each layer, and finally the vectors; one row's is that of `embed`."""
+        return self._run_in_steps(rows)
 
     def _check_results(self, results: Results) -> None:
         super()._check_results(results)

@@ -249,12 +249,12 @@ class RowBatcher(Generic[R]):
     async def _run(self, turn: Turn, batch: list[Row[R]]) -> None:
         turn.set_shape((self._name, len(batch).bit_length(), len(batch[-1].row).bit_length()))
         try:
-            await self._answer(turn, batch)
+            await self._answer_rows(turn, batch)
         except Exception as error:
             log.warning("batch_failed", model=self._name, rows=len(batch), error=str(error))
             await self._retry_alone(turn, batch, error)
 
-    async def _answer(self, turn: Turn, batch: Sequence[Row[R]]) -> None:
+    async def _answer_rows(self, turn: Turn, batch: Sequence[Row[R]]) -> None:
         """Compute rows. One that takes longer than a pass should gives the lane back in between."""
         rows = [ticket.row for ticket in batch]
         if len(rows) > 1 or len(rows[0]) <= self._pace.tokens:
@@ -280,7 +280,7 @@ class RowBatcher(Generic[R]):
         for row in batch:
             if len(batch) > 1 or fault in (Fault.PRESSURE, Fault.COMPILER):
                 try:
-                    await self._answer(turn, [row])
+                    await self._answer_rows(turn, [row])
                     continue
                 except Exception as alone:
                     error = alone

@@ -254,13 +254,30 @@ class _States(Module):
         return state
 
 
+class _Lent(Module):
+    """A decoder whose layers are another module's."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.inner = _States("plain")
+
+    @property
+    def layers(self) -> list[Any]:
+        return self.inner.layers
+
+    def __call__(self, tokens: mx.array) -> mx.array:
+        return self.inner(tokens)
+
+
 @pytest.mark.parametrize(
     ("kind", "is_chain"),
-    [("plain", True), ("doubles", False), ("skips", False), ("unpacks", False)],
+    [("plain", True), ("doubles", False), ("skips", False), ("unpacks", False), ("lends", False)],
 )
 def test_a_forward_that_is_no_chain_of_layers_runs_whole(kind: str, is_chain: bool) -> None:
     decoder: Any = object.__new__(Decoder)
     decoder._states, decoder._looks_ahead, decoder._rounding = _States(kind), False, None
-    layers = decoder._states.layers
+    states = _Lent() if kind == "lends" else decoder._states
+    decoder._states, keys, layers = states, [*states], states.layers
     assert decoder._calls_in_a_chain() == is_chain
-    assert decoder._states.layers is layers
+    assert states.layers is layers
+    assert [*states] == keys
