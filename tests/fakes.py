@@ -92,6 +92,10 @@ class ScriptedEmbedder:
     batches: list[list[int]] = field(default_factory=list)
     poison: str | None = None
     is_closed: bool = False
+    token_s: float = 0.0
+    steps: int = 0  # the steps of a long row before its last one
+    stepped: list[int] = field(default_factory=list)
+    freed_on: str | None = None  # the thread on which a row in steps ended
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         return [[ord(character) for character in text] for text in texts]
@@ -111,6 +115,16 @@ class ScriptedEmbedder:
         if self.poison and any(ord(self.poison) in row for row in rows):
             raise RuntimeError("poisoned")
         return np.array([[len(row), row[0], 0, 1] for row in rows], dtype=np.float32)
+
+    def in_steps(self, rows: Sequence[TokenIds]) -> Generator[Vectors | None]:
+        try:
+            for step in range(self.steps):
+                self.stepped.append(step)
+                self.gate.pass_through()
+                yield None
+            yield self.embed(rows)
+        finally:
+            self.freed_on = threading.current_thread().name
 
     def probe(self) -> None:
         self.embed(self.encode(["Hello"]))
@@ -136,6 +150,7 @@ class ScriptedReranker:
     poison: str | None = None
     unsure: str | None = None
     is_closed: bool = False
+    token_s: float = 0.0
 
     def encode_pairs(
         self,
@@ -171,6 +186,9 @@ class ScriptedReranker:
             is_unsure = self.unsure and ord(self.unsure) in document
             logits.append([*self.others, float("nan") if is_unsure else logit])
         return np.array(logits, dtype=np.float32)
+
+    def in_steps(self, rows: Sequence[Pair]) -> Generator[Vectors | None]:
+        yield self.score(rows)
 
     def probe(self) -> None:
         self.score(self.encode_pairs("Hello", ["Hello"]))

@@ -125,6 +125,7 @@ INSIDE: dict[str, dict[str, set[str]]] = {
         "completions": {"answers", "generation", "validation", "bounds"},
         "answers": {"generation"},
         "decisions": {"responses", "responses_items", "messages", "validation", "bounds"},
+        "cohere": {"embeddings", "validation", "bounds"},
         "embeddings": {"validation", "bounds"},
         "rerank": {"embeddings", "validation", "bounds"},
         "tokenization": {"images", "tools", "messages", "validation", "bounds"},
@@ -140,24 +141,24 @@ INSIDE: dict[str, dict[str, set[str]]] = {
 # shrinks lowers its budget; only the commit that says why raises one.
 BUDGET: dict[str, int] = {
     "__main__": 8,
-    "api": 2985,
+    "api": 3029,
     "app": 1634,
     "bench": 306,
     "cli": 2268,
     "clock": 42,
     "doctor": 527,
-    "engine": 16178,
+    "engine": 16239,
     "errors": 269,
     "ids": 6,
-    "jobs": 353,
+    "jobs": 355,
     "logs": 146,
     "metrics": 257,
     "panics": 21,
     "registry": 1340,
     "server": 296,
-    "serving": 4775,
+    "serving": 4836,
     "settings": 372,
-    "wire": 3975,
+    "wire": 4079,
 }
 PACKAGES = sorted(file.parent for file in GATEWAY.rglob("__init__.py"))
 # A line of a map: names, two spaces or more, and what they are.

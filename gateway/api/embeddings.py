@@ -1,4 +1,4 @@
-"""/v1/embeddings; /embed and /info as in Text Embeddings Inference (TEI)."""
+"""/v1/embeddings; /embed and /info as in Text Embeddings Inference (TEI); Cohere's /embed."""
 
 import asyncio
 from collections.abc import Iterator, Sequence
@@ -15,22 +15,27 @@ from gateway.errors import BadRequest, GatewayError
 from gateway.ids import passing_id
 from gateway.jobs.embed import Embedded, EmbedJob
 from gateway.registry import EmbeddingSpec
+from gateway.serving.admission import Arrival
 from gateway.serving.embedding.batcher import EmbeddingBatcher
+from gateway.wire import cohere
 from gateway.wire import embeddings as wire
-from gateway.wire.rerank import TextsError
+from gateway.wire.rerank import TextsError, is_texts
 from gateway.wire.validation import MAX_INPUTS
 
-R = TypeVar("R", wire.EmbeddingsRequest, wire.InputsRequest)
+R = TypeVar("R", wire.EmbeddingsRequest, wire.InputsRequest, cohere.CohereRequest)
 
 
 class _Result(NamedTuple, Generic[R]):
     request: R
     embedded: Embedded
     headers: dict[str, str]
+    job: EmbedJob
 
 
 async def answer(service: Service, request: Request) -> Response:
-    result = await _embedded(service, request, wire.EmbeddingsRequest)
+    with service.arrivals.expect() as arrival:
+        body = await service.read_body(request)
+        result = await _embedded(service, request, body, wire.EmbeddingsRequest, arrival)
     pieces = wire.write_pieces(
         result.embedded,
         name=passing_id("embd"),
@@ -41,12 +46,37 @@ async def answer(service: Service, request: Request) -> Response:
 
 
 async def embed(service: Service, request: Request) -> Response:
-    """Answer as TEI does, with a bare list of vectors."""
+    """Answer a body with `texts` as Cohere's v1 does, else as TEI does with a bare list."""
     try:
-        result = await _embedded(service, request, wire.InputsRequest)
+        with service.arrivals.expect() as arrival:
+            body = await service.read_body(request)
+            max_depth = service.rules.bounds.max_depth
+            if await service.run_on_body(body, is_texts, body, max_depth, "inputs"):
+                context_of(request).is_cohere = True
+                return await _answer_cohere(service, request, body, arrival, "1")
+            result = await _embedded(service, request, body, wire.InputsRequest, arrival)
+        return await _write(request, wire.write_vectors(result.embedded), result.headers)
     except GatewayError as error:
+        if context_of(request).is_cohere:
+            raise
         raise TextsError(error) from error
-    return await _write(request, wire.write_vectors(result.embedded), result.headers)
+
+
+async def embed_v2(service: Service, request: Request) -> Response:
+    """Answer as Cohere's v2 does."""
+    with service.arrivals.expect() as arrival:
+        body = await service.read_body(request)
+        return await _answer_cohere(service, request, body, arrival, "2")
+
+
+async def _answer_cohere(
+    service: Service, request: Request, body: bytearray, arrival: Arrival, version: str
+) -> Response:
+    asked, embedded, headers, job = await _embedded(
+        service, request, body, cohere.CohereRequest, arrival
+    )
+    pieces = cohere.write_pieces(embedded, asked, job.texts, version, name=passing_id("embd"))
+    return await _write(request, pieces, headers)
 
 
 async def info(service: Service, request: Request) -> Response:
@@ -64,40 +94,43 @@ async def info(service: Service, request: Request) -> Response:
     return reply(body)
 
 
-async def _embedded(service: Service, request: Request, shape: type[R]) -> _Result[R]:
+async def _embedded(
+    service: Service, request: Request, body: bytearray, shape: type[R], arrival: Arrival
+) -> _Result[R]:
     def translate(wire_request: R) -> tuple[EmbeddingSpec, EmbedJob]:
         resolved, spec = service.find_spec(wire_request.model, "embeddings", EmbeddingSpec)
+        alias_prompt = resolved.alias.prompt_name if resolved.alias else None
+        prompt_name = alias_prompt or spec.default_prompt_name
+        caller, bounds = service.caller(request), service.rules.chars
+        if isinstance(wire_request, cohere.CohereRequest):
+            return spec, cohere.to_job(wire_request, caller, prompt_name=prompt_name, bounds=bounds)
         truncate = wire_request.truncate
         if truncate is None:
             truncate = spec.overflow == "truncate"
-        alias_prompt = resolved.alias.prompt_name if resolved.alias else None
         return spec, wire.to_job(
             wire_request,
-            service.caller(request),
+            caller,
             accepts_ids=spec.token_ids == "accept",
             truncate=truncate,
             dimensions=wire_request.dimensions,
-            prompt_name=wire_request.prompt_name or alias_prompt or spec.default_prompt_name,
-            bounds=service.rules.chars,
+            prompt_name=wire_request.prompt_name or prompt_name,
+            bounds=bounds,
         )
 
-    with service.arrivals.expect() as arrival:
-        body = await service.read_body(request)
-        with time_stage(request, Stage.PARSE):
-            parsed = await service.take(request, body, shape)
-            asked = parsed.request
-            spec, job = await service.run_on_body(body, translate, asked)
-        lease = service.lease(spec, job.caller, asked)
-        async with while_connected(request.receive), lease as batcher:
-            check_dimensions(spec, batcher.engine.dimensions, job.dimensions)
-            embedded = await batcher.embed(job, arrival)
-    number_bytes = wire.NUMBER_BYTES[asked.encoding_format]
+    with time_stage(request, Stage.PARSE):
+        parsed = await service.take(request, body, shape)
+        asked = parsed.request
+        spec, job = await service.run_on_body(body, translate, asked)
+    lease = service.lease(spec, job.caller, asked)
+    async with while_connected(request.receive), lease as batcher:
+        check_dimensions(spec, batcher.engine.dimensions, job.dimensions)
+        embedded = await batcher.embed(job, arrival)
     # The answer is counted before it is written, since JSON is several times larger than floats.
-    context_of(request).unread.count_answer(embedded.vectors.size * number_bytes)
+    context_of(request).unread.count_answer(embedded.vectors.size * asked.number_bytes)
     headers = ignored_header(parsed.ignored)
     if embedded.truncated:
         headers["x-gateway-truncated"] = str(embedded.truncated)
-    return _Result(asked, embedded, headers)
+    return _Result(asked, embedded, headers, job)
 
 
 async def _write(request: Request, pieces: Iterator[bytes], headers: dict[str, str]) -> Response:
@@ -124,6 +157,6 @@ def check_dimensions(spec: EmbeddingSpec, native: int, dimensions: int | None) -
         return
     raise BadRequest(
         f"Vectors of the model `{spec.id}` have {native} dimensions, and cannot have {dimensions}: "
-        f"send {fitting} as 'dimensions', or leave it out.",
-        param="dimensions",
+        f"send {fitting}, or leave the field out.",
+        part="dimensions",
     )

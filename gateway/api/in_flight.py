@@ -60,6 +60,7 @@ class RequestContext:
     rate_headers: Callable[[], Iterable[tuple[bytes, bytes]]] = tuple
 
     asked: float | None = None  # when the request's time limit began, set by Service.caller
+    is_cohere: bool = False  # True: errors have Cohere's `message` too
     is_watch: bool = False  # True: the request is for the dashboard's samples
     status: int | None = None
     error: str | None = None  # code of the error that was sent to the client

@@ -25,7 +25,7 @@ async def rerank(service: Service, request: Request) -> Response:
     with service.arrivals.expect() as arrival:
         body = await service.read_body(request)
         # TEI's API has the same path, but `texts` instead of `documents`.
-        if wire.may_be_texts(body) and await _is_texts(service, request, body):
+        if await _is_texts(service, request, body):
             try:
                 return await _rerank_texts(service, request, body, arrival)
             except GatewayError as error:

@@ -18,6 +18,9 @@ class EmbedJob:
     # A Matryoshka model's vectors are shortened to this size.
     dimensions: int | None = None
     prompt_name: str | None = None
+    # Instead of `prompt_name`: the first prompt of these that the model has, else none.
+    prompt_names: Sequence[str] | None = None
+    max_tokens: int | None = None  # a lower limit of an input than the model's
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """The Protocols of engines."""
 
 from collections.abc import Generator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from gateway.jobs import TokenIds, Vectors
 from gateway.jobs.chat import Compiled, GenerateJob, Grammar, Reading
@@ -15,9 +15,31 @@ from gateway.jobs.steps import (
     Verdict,
 )
 
+R = TypeVar("R", contravariant=True)
 
-class EmbeddingEngine(Protocol):
-    """The computations of one embedding model: `embed`, `probe` and `close` run on the lane."""
+
+class RowEngine(Protocol[R]):
+    """The computations of one model of rows: `in_steps`, `probe` and `close` run on the lane."""
+
+    @property
+    def token_s(self) -> float:
+        """Return an estimate of the seconds that a token takes; 0 if there is none."""
+
+    def in_steps(self, rows: Sequence[R]) -> Generator[Vectors | None]:
+        """Compute rows in steps: yield None after each, and finally the results."""
+
+    def probe(self) -> None:
+        """Compute a fixed row without compiling anything. Raises the device's errors."""
+
+    def nbytes(self) -> int:
+        """Return the bytes held on the device."""
+
+    def close(self) -> None:
+        """Free every array."""
+
+
+class EmbeddingEngine(RowEngine[TokenIds], Protocol):
+    """The computations of one embedding model. `embed` runs on the lane."""
 
     @property
     def dimensions(self) -> int:
@@ -56,18 +78,9 @@ class EmbeddingEngine(Protocol):
     def embed(self, rows: Sequence[TokenIds]) -> Vectors:
         """Return the vectors, (rows, dimensions) float32."""
 
-    def probe(self) -> None:
-        """Embed a fixed word without compiling anything. Raises the device's errors."""
 
-    def nbytes(self) -> int:
-        """Return the bytes held on the device."""
-
-    def close(self) -> None:
-        """Free every array."""
-
-
-class RerankEngine(Protocol):
-    """The computations of one reranker: `score`, `probe` and `close` run on the lane."""
+class RerankEngine(RowEngine[Pair], Protocol):
+    """The computations of one reranker. `score` runs on the lane."""
 
     @property
     def max_tokens(self) -> int:
@@ -89,15 +102,6 @@ class RerankEngine(Protocol):
 
     def score(self, rows: Sequence[Pair]) -> Vectors:
         """Return the logits, (rows, labels) float32."""
-
-    def probe(self) -> None:
-        """Score a fixed pair without compiling anything. Raises the device's errors."""
-
-    def nbytes(self) -> int:
-        """Return the bytes held on the device."""
-
-    def close(self) -> None:
-        """Free every array."""
 
 
 class Tokens(Protocol):

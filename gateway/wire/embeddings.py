@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal, cast
 
 import numpy as np
+import numpy.typing as npt
 import orjson
 from pydantic import Field
 from typing_extensions import TypeAliasType, TypedDict
@@ -49,18 +50,23 @@ class EmbeddingsRequest(EmbedRequest):
     input: Inputs
     encoding_format: Literal["float", "base64"] = "float"
 
+    @property
+    def number_bytes(self) -> int:
+        return NUMBER_BYTES[self.encoding_format]
+
 
 class InputsRequest(EmbedRequest):
     """A request to TEI's /embed."""
 
     field = "inputs"
     params: ClassVar = {"prompt": "inputs"}
-    encoding_format: ClassVar[Literal["float"]] = "float"
+    number_bytes: ClassVar[int] = NUMBER_BYTES["float"]
     example: ClassVar = {"inputs": ["Hello!"]}
     refused: ClassVar = {
         "normalize": "Vectors have length 1 here; /v1/embeddings returns them as the model's files "
         "describe.",
         "truncation_direction": "Texts are cut at their end.",
+        "images": "Images are not embedded.",
     }
     neutral: ClassVar = {"normalize": (True,), "truncation_direction": ("right", "Right")}
 
@@ -160,12 +166,22 @@ class Info(TypedDict):
 
 def write_vectors(answer: Embedded) -> Iterator[bytes]:
     """Yield the JSON of TEI's answer in pieces, with vectors scaled to length 1."""
-    vectors = np.ascontiguousarray(answer.vectors, dtype="<f4")
+    return write_rows(unit_rows(answer.vectors))
+
+
+def unit_rows(vectors: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """Return little-endian vectors scaled to length 1."""
+    vectors = np.ascontiguousarray(vectors, dtype="<f4")
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
-    vectors = vectors / np.maximum(lengths, np.finfo("<f4").tiny)
-    rows = max(1, PIECE_FLOATS // vectors.shape[1])
-    for start in range(0, len(vectors), rows):
-        piece = orjson.dumps(vectors[start : start + rows], option=orjson.OPT_SERIALIZE_NUMPY)
+    scaled: npt.NDArray[np.float32] = vectors / np.maximum(lengths, np.finfo("<f4").tiny)
+    return scaled
+
+
+def write_rows(numbers: npt.NDArray[Any]) -> Iterator[bytes]:
+    """Yield the JSON of a table of numbers in pieces, which take a few milliseconds each."""
+    rows = max(1, PIECE_FLOATS // numbers.shape[1])
+    for start in range(0, len(numbers), rows):
+        piece = orjson.dumps(numbers[start : start + rows], option=orjson.OPT_SERIALIZE_NUMPY)
         yield (b"," if start else b"[") + piece[1:-1]
     yield b"]"
 

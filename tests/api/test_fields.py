@@ -33,6 +33,7 @@ MINIMAL: dict[str, dict[str, Any]] = {
     "/v1/messages": {"model": "writer", "max_tokens": 3, "messages": USER},
     "/v1/messages/count_tokens": {"model": "writer", "messages": USER},
     "/v1/embed": {"model": "any-size", "inputs": "hi"},
+    "/v2/embed": {"model": "any-size", "texts": ["hi"]},
     "/v1/tokenize": {"model": "writer", "prompt": "hi"},
     "/v1/detokenize": {"model": "writer", "tokens": [104]},
     "/v1/rerank": {"model": "judge", "query": "hi", "documents": ["hi"]},
@@ -91,6 +92,14 @@ BESIDE: dict[tuple[str, str], dict[str, Any]] = {
     ("/v1/responses", "n"): {"n": 2},
     ("/v1/tokenize", "messages"): {"messages": USER, "prompt": None},
     ("/v1/embed", "normalize"): {"normalize": False},
+    ("/v2/embed", "input_type"): {"input_type": "search_query"},
+    ("/v2/embed", "embedding_types"): {"embedding_types": ["int8"]},
+    ("/v2/embed", "output_dimension"): {"output_dimension": 2},
+    ("/v2/embed", "truncate"): {"truncate": "NONE"},
+    ("/v2/embed", "inputs"): {
+        "inputs": [{"content": [{"type": "text", "text": "hi"}]}],
+        "texts": None,
+    },
     **{
         (path, name): {name: value}
         for path in ("/v1/messages", "/v1/messages/count_tokens")
@@ -135,6 +144,13 @@ WRONG: dict[str, list[tuple[str, Any]]] = {
         ("stream", 1), ("previous_response_id", ""), ("store", "no"), ("conversation", {"id": "c"}),
         ("background", True), ("prompt", {"id": "p"}), ("response_format", {"type": "json_object"}),
         ("messages", [{"role": "user", "content": "hi"}]),
+    ],
+    "/v2/embed": [
+        ("texts", "hi"), ("texts", []), ("texts", [""]), ("texts", None), ("images", ["data:"]),
+        ("input_type", "image"), ("embedding_types", []), ("embedding_types", ["int4"]),
+        ("output_dimension", 0), ("output_dimension", 5), ("max_tokens", 0),
+        ("truncate", "START"), ("truncate", True), ("inputs", [{"content": []}]),
+        ("inputs", [{"content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]),
     ],
     "/v1/embeddings": [
         ("encoding_format", "float64"), ("dimensions", 0), ("dimensions", -1),

@@ -49,6 +49,8 @@ if TYPE_CHECKING:
 SLICE_TOKENS: Final = 512
 # Multiply-adds that are worth a thread, which takes 0.4 ms to start.
 WORTH_A_THREAD: Final = 30_000_000
+# Multiply-adds a second by which a first pass is sized: half of an M1's GPU, one slow core.
+RATES: Final = {False: 6e11, True: 2e10}  # by whether it is a CPU
 # Values of transformer_task and module_output_name.
 _TASK: Final = ("feature-extraction", "token_embeddings")
 
@@ -166,6 +168,11 @@ class EncoderEngine(ABC):
     def vocab_size(self) -> int:
         return self._encoder.vocabulary
 
+    @property
+    def token_s(self) -> float:
+        """Return an estimate of the seconds that a token takes, from the number of weights."""
+        return self._weights / RATES[self._on_cpu]
+
     def close(self) -> None:
         del self._encoder
         clear_cache()
@@ -198,6 +205,18 @@ class EncoderEngine(ABC):
         results[order] = self._run_passes(passes, threads)
         self._check_results(results)
         return results
+
+    def _run_in_steps(
+        self, rows: Sequence[Sequence[int]], starts: Sequence[int] | None = None
+    ) -> Generator[Results | None]:
+        """Yield None after each layer of one pass, and finally what `_run` returns."""
+        self._check(rows)
+        for states in self._forward(rows, starts):
+            evaluate(states)
+            yield None
+        results = np.array(states)
+        self._check_results(results)
+        yield results
 
     def _threads(self, tokens: int) -> int:
         if not self._on_cpu:
@@ -397,6 +416,10 @@ class EmbeddingEngine(EncoderEngine):
         finite.
         """
         return self._run(rows, self.dimensions)
+
+    def in_steps(self, rows: Sequence[Sequence[int]]) -> Generator[Vectors | None]:
+        """Yield None after each layer, and finally the vectors; one row's is that of `embed`."""
+        return self._run_in_steps(rows)
 
     def _check_results(self, results: Results) -> None:
         super()._check_results(results)

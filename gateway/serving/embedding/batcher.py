@@ -91,7 +91,7 @@ class EmbeddingBatcher(RowBatcher[TokenIds]):
         limits: EmbeddingLimits,
         arrivals: Arrivals | None = None,
     ) -> None:
-        super().__init__(name, engine.embed, engine.probe, lane, limits, arrivals)
+        super().__init__(name, engine.embed, engine, lane, limits, arrivals)
         self.engine = engine
         self._pool = pool
         self._cache = EmbeddingCache(name, limits.cache_size)
@@ -113,8 +113,9 @@ class EmbeddingBatcher(RowBatcher[TokenIds]):
 
         Raises the errors of `embed`.
         """
-        query_prompt = find_prompt(self.engine, QUERY_PROMPTS, job.prompt_name)
-        document_prompt = find_prompt(self.engine, DOCUMENT_PROMPTS, job.prompt_name)
+        defaults = (job.prompt_name, self.engine.default_prompt_name)
+        query_prompt = find_prompt(self.engine, (*QUERY_PROMPTS, *defaults))
+        document_prompt = find_prompt(self.engine, (*DOCUMENT_PROMPTS, *defaults))
         queries = [query_prompt + text for text in job.queries or [job.query]]
         texts = [*queries, *(document_prompt + text for text in job.documents)]
         embed_job = EmbedJob(caller=job.caller, texts=texts, truncate=job.truncate)
@@ -149,8 +150,10 @@ class EmbeddingBatcher(RowBatcher[TokenIds]):
 
     async def _embed(self, job: EmbedJob, texts: Sequence[str], arrival: Arrival) -> Embedded:
         salt = job.caller.cache_salt
-        kept_rows = [self._cache.get(text, salt, truncate=job.truncate) for text in texts]
-        kept_rows = kept_rows or [None] * len(job.token_rows)
+        kept_rows: list[TextVector | None] = [None] * (len(texts) or len(job.token_rows))
+        is_cached = bool(texts) and job.max_tokens is None
+        if is_cached:
+            kept_rows = [self._cache.get(text, salt, truncate=job.truncate) for text in texts]
         missing = [index for index, row in enumerate(kept_rows) if row is None]
         if missing:
             new = await self._compute_texts(
@@ -158,7 +161,7 @@ class EmbeddingBatcher(RowBatcher[TokenIds]):
             )
             for index, row in zip(missing, new, strict=True):
                 kept_rows[index] = row
-                if texts:
+                if is_cached:
                     self._cache.put(texts[index], salt, row)
         rows = [row for row in kept_rows if row is not None]
         tokens = sum(row.tokens for row in rows)
@@ -173,7 +176,9 @@ class EmbeddingBatcher(RowBatcher[TokenIds]):
         self, job: EmbedJob, texts: Sequence[str], arrival: Arrival
     ) -> list[TextVector]:
         rows = await self._tokenize(job, texts)
-        rows, truncated = fit_to_context(self.engine, rows, truncate=job.truncate)
+        rows, truncated = fit_to_context(
+            self.engine, rows, truncate=job.truncate, max_tokens=job.max_tokens
+        )
         vectors = await self._queue(rows, job.caller.timings, arrival)
         return [
             TextVector(vector, len(row), index in truncated)
@@ -197,6 +202,9 @@ def add_prompts(engine: EmbeddingEngine, model: str, job: EmbedJob) -> list[str]
 
     Raises BadRequest for a prompt that the model does not have.
     """
+    if job.prompt_names is not None:
+        prompt = find_prompt(engine, job.prompt_names)
+        return [prompt + text for text in job.texts]
     name = job.prompt_name or engine.default_prompt_name
     if not job.texts or name is None:
         return list(job.texts)
@@ -212,9 +220,9 @@ QUERY_PROMPTS: Final = ("query",)
 DOCUMENT_PROMPTS: Final = ("document", "passage")  # the names in Qwen3's and e5's files
 
 
-def find_prompt(engine: EmbeddingEngine, names: Sequence[str], default: str | None) -> str:
-    """Return the first known prompt of `names`, `default` and the model's default, or no text."""
-    for name in (*names, default, engine.default_prompt_name):
+def find_prompt(engine: EmbeddingEngine, names: Sequence[str | None]) -> str:
+    """Return the first known prompt of `names`, or no text."""
+    for name in names:
         if name is not None and name in engine.prompts:
             return engine.prompts[name]
     return ""
@@ -241,16 +249,21 @@ def check_ids(engine: EmbeddingEngine, model: str, rows: Sequence[TokenIds]) -> 
 
 
 def fit_to_context(
-    engine: EmbeddingEngine, rows: list[TokenIds], *, truncate: bool
+    engine: EmbeddingEngine, rows: list[TokenIds], *, truncate: bool, max_tokens: int | None = None
 ) -> tuple[list[TokenIds], set[int]]:
     """Return the rows, and the indices of the rows that had to be truncated.
 
-    Without `truncate`, raises ContextLengthExceeded for a row that is too long.
+    Without `truncate`, raises ContextLengthExceeded for a row that is too long for the model, and
+    BadRequest for one that has more than `max_tokens`.
     """
-    limit = engine.max_tokens
+    limit = min(engine.max_tokens, max_tokens or engine.max_tokens)
     over = [index for index, row in enumerate(rows) if len(row) > limit]
     if over and not truncate:
-        raise ContextLengthExceeded(limit, len(rows[over[0]]), noun="input")
+        tokens = len(rows[over[0]])
+        if tokens > engine.max_tokens:
+            raise ContextLengthExceeded(engine.max_tokens, tokens, noun="input")
+        message = f"Input {over[0]} has {tokens} tokens, and 'max_tokens' is {limit}."
+        raise BadRequest(message, part="prompt")
     for index in over:
-        rows[index] = engine.truncate(rows[index])
+        rows[index] = engine.truncate(rows[index], limit)
     return rows, set(over)

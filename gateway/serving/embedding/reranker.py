@@ -36,7 +36,7 @@ class RerankBatcher(RowBatcher[Pair]):
         limits: EmbeddingLimits,
         arrivals: Arrivals | None = None,
     ) -> None:
-        super().__init__(name, self._score, engine.probe, lane, limits, arrivals)
+        super().__init__(name, self._score, engine, lane, limits, arrivals)
         self.engine = engine
         self._pool = pool
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence, Sized
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence, Sized
 from typing import ClassVar, Generic, NamedTuple, Self, TypeVar
 
 import numpy as np
@@ -15,6 +15,7 @@ from gateway.serving.admission import Admission, Arrival, Arrivals, Noun, until_
 from gateway.serving.embedding.policy import EmbeddingLimits, patience, take_batch, window
 from gateway.serving.faults import run_forever
 from gateway.serving.lane import Lane, Pace, Turn
+from gateway.serving.ports import RowEngine
 
 R = TypeVar("R", bound=Sized)
 
@@ -105,8 +106,7 @@ class Row(NamedTuple, Generic[R]):
 class RowBatcher(Generic[R]):
     """One model's queue of requests, and the worker that computes their rows.
 
-    `compute` gets rows sorted by length, and returns (rows, width) float32. `probe` computes a
-    fixed row, to find out whether the device works. Both run on the lane.
+    `compute` gets rows sorted by length, and returns (rows, width) float32. It runs on the lane.
     """
 
     kind: ClassVar[str]
@@ -115,18 +115,19 @@ class RowBatcher(Generic[R]):
         self,
         name: str,
         compute: Callable[[Sequence[R]], Vectors],
-        probe: Callable[[], None],
+        engine: RowEngine[R],
         lane: Lane,
         limits: EmbeddingLimits,
         arrivals: Arrivals | None,
     ) -> None:
         self._name = name
         self._compute = compute
-        self._probe = probe
+        self._in_steps = engine.in_steps
+        self._probe = engine.probe
         self._lane = lane
         self._limits = limits
         self._arrivals = arrivals or Arrivals()
-        self._pace = Pace(limits.pass_limit_s)
+        self._pace = Pace(limits.pass_limit_s, engine.token_s)
         self._waiting: list[RowRequest[R]] = []
         self._tokens = Admission(name, Noun.TOKENS, limits.queue_max_tokens)
         self._arrived = asyncio.Event()
@@ -218,7 +219,7 @@ class RowBatcher(Generic[R]):
         batch = self._take()
         if not batch:
             return
-        started = clock.now()
+        started = turn.held_s
         try:
             self._lane.health.check()
             await self._run(turn, batch)
@@ -248,10 +249,27 @@ class RowBatcher(Generic[R]):
     async def _run(self, turn: Turn, batch: list[Row[R]]) -> None:
         turn.set_shape((self._name, len(batch).bit_length(), len(batch[-1].row).bit_length()))
         try:
-            _answer(batch, await turn(self._compute, [ticket.row for ticket in batch]))
+            await self._answer_rows(turn, batch)
         except Exception as error:
             log.warning("batch_failed", model=self._name, rows=len(batch), error=str(error))
             await self._retry_alone(turn, batch, error)
+
+    async def _answer_rows(self, turn: Turn, batch: Sequence[Row[R]]) -> None:
+        """Compute rows. One that takes longer than a pass should gives the lane back in between."""
+        rows = [ticket.row for ticket in batch]
+        if len(rows) > 1 or len(rows[0]) <= self._pace.tokens:
+            _answer(batch, await turn(self._compute, rows))
+            return
+        steps, results = self._in_steps(rows), None
+        try:
+            while results is None and not batch[0].request.is_over:
+                await turn.rest()
+                results = await turn(_advance, steps, self._pace.limit_s)
+        finally:
+            with contextlib.suppress(GatewayError):  # the lane has ended
+                await turn(steps.close)  # arrays are freed where they were made
+        if results is not None:
+            _answer(batch, results)
 
     async def _retry_alone(self, turn: Turn, batch: list[Row[R]], error: Exception) -> None:
         """Compute each row alone, so that only the rows at fault fail."""
@@ -262,7 +280,7 @@ class RowBatcher(Generic[R]):
         for row in batch:
             if len(batch) > 1 or fault in (Fault.PRESSURE, Fault.COMPILER):
                 try:
-                    _answer([row], await turn(self._compute, [row.row]))
+                    await self._answer_rows(turn, [row])
                     continue
                 except Exception as alone:
                     error = alone
@@ -277,11 +295,12 @@ class RowBatcher(Generic[R]):
         return fault
 
     def _record(self, batch: Sequence[Row[R]], turn: Turn, started: float) -> None:
-        seconds = clock.now() - started
+        seconds = turn.held_s - started
         for request in {ticket.request for ticket in batch}:
             request.note_pass(seconds, turn)
         padded = len(batch) * max(1, len(batch[-1].row))
-        self._pace.note(padded, seconds)
+        if not all(ticket.request.results.cancelled() for ticket in batch):  # it may be unfinished
+            self._pace.note(padded, seconds)
         metrics.of(metrics.BATCH_ROWS, self._name).observe(len(batch))
         metrics.of(metrics.BATCH_PADDING, self._name).observe(
             1 - sum(len(ticket.row) for ticket in batch) / padded
@@ -311,6 +330,15 @@ class RowBatcher(Generic[R]):
             worker.cancel()
             await asyncio.wait([worker])
             self.end(_unloaded_error(self._name))
+
+
+def _advance(steps: Iterator[Vectors | None], seconds: float) -> Vectors | None:
+    """Run steps for about this time; return the results, or None if steps are left."""
+    until = clock.now() + seconds
+    for results in steps:
+        if results is not None or clock.now() >= until:
+            return results
+    raise ValueError("a pass ended without results")
 
 
 def _answer(batch: Sequence[Row[R]], results: Vectors) -> None:

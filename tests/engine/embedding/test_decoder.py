@@ -6,6 +6,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx.nn.layers.base import Module
+from mlx.nn.layers.linear import Linear
 from mlx.nn.layers.quantized import quantize
 from mlx.utils import tree_flatten
 from mlx_lm.models import gemma3_text
@@ -13,7 +15,7 @@ from mlx_lm.utils import _get_classes, load_model
 
 from benchmarks.loading import load_embedding
 from gateway.engine.device import Device
-from gateway.engine.embedding.decoder import BothWays
+from gateway.engine.embedding.decoder import BothWays, Decoder
 from gateway.engine.embedding.engine import EmbeddingEngine
 from gateway.errors import ModelLoadFailed
 from tests.engine.embedding.harness import GOLDEN, TEXTS, read_weights, rewrite, tiny, write_weights
@@ -218,3 +220,64 @@ def test_a_gemma3_saved_without_its_head_is_loaded(tmp_path: Path) -> None:
     vectors = load(folder).embed([[5, 6, 7], [8, 9]])
     assert vectors.shape == (2, 32)
     assert np.isfinite(vectors).all()
+
+
+@pytest.mark.parametrize("name", ["qwen3", "eurobert", "embeddinggemma"])
+def test_layers_taken_out_of_a_forward_give_its_bits(name: str) -> None:
+    engine = load(GOLDEN / name)
+    rows = [engine.truncate(ids) for ids in engine.encode(TEXTS[:6])]
+    by_layer = engine.embed(rows)
+    encoder: Any = engine._encoder
+    assert encoder._is_chain
+    encoder._is_chain = False
+    assert np.array_equal(by_layer, engine.embed(rows))
+
+
+class _States(Module):
+    """A decoder of two linear layers, which does something else between or beside them."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.kind = kind
+        self.layers = [Linear(4, 4), Linear(4, 4)]
+
+    def __call__(self, tokens: mx.array) -> mx.array:
+        state = mx.zeros((*tokens.shape, 4))
+        if self.kind == "skips":
+            return self.layers[1](state)
+        if self.kind == "unpacks":
+            state, _ = self.layers[0](state)
+        for layer in self.layers:
+            state = layer(state)
+            if self.kind == "doubles":
+                state = state * 2
+        return state
+
+
+class _Lent(Module):
+    """A decoder whose layers are another module's."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.inner = _States("plain")
+
+    @property
+    def layers(self) -> list[Any]:
+        return self.inner.layers
+
+    def __call__(self, tokens: mx.array) -> mx.array:
+        return self.inner(tokens)
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_chain"),
+    [("plain", True), ("doubles", False), ("skips", False), ("unpacks", False), ("lends", False)],
+)
+def test_a_forward_that_is_no_chain_of_layers_runs_whole(kind: str, is_chain: bool) -> None:
+    decoder: Any = object.__new__(Decoder)
+    decoder._states, decoder._looks_ahead, decoder._rounding = _States(kind), False, None
+    states = _Lent() if kind == "lends" else decoder._states
+    decoder._states, keys, layers = states, [*states], states.layers
+    assert decoder._calls_in_a_chain() == is_chain
+    assert states.layers is layers
+    assert [*states] == keys

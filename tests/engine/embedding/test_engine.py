@@ -86,6 +86,38 @@ def test_a_batch_on_a_gpus_road_gets_the_same_vectors(name: str) -> None:
         assert np.abs(vectors - expected[batch]).max() <= 5e-6
 
 
+@pytest.mark.parametrize("device", [Device.CPU, Device.METAL])
+@pytest.mark.parametrize("name", TINY)
+def test_a_row_in_steps_gets_the_same_bits(name: str, device: Device) -> None:
+    """A step is a layer; a decoder's are taken out of mlx-lm's forward."""
+    engine = load_embedding(GOLDEN / name, name="tiny", device=device)
+    row = max(rows(engine), key=len)
+    *steps, vectors = engine.in_steps([row])
+    assert steps == [None] * len(steps)
+    config = json.loads((GOLDEN / name / "config.json").read_bytes())
+    layers = config.get("num_hidden_layers") or config.get("n_layer")
+    assert len(steps) > layers
+    assert vectors is not None
+    assert np.array_equal(vectors, engine.embed([row]))
+
+
+def test_a_row_that_is_left_in_the_middle_holds_no_memory() -> None:
+    engine = golden("qwen3")
+    engine.embed([[5] * 40])
+    mx.clear_cache()
+    held = mx.get_active_memory()
+    steps = engine.in_steps([[5] * 40])
+    next(steps)
+    steps.close()
+    assert mx.get_active_memory() <= held
+
+
+def test_steps_refuse_what_a_pass_refuses() -> None:
+    engine = golden("qwen3")
+    with pytest.raises(BadRequest):
+        next(engine.in_steps([[]]))
+
+
 def test_a_shortened_query_is_that_of_sentence_transformers() -> None:
     """EmbeddingGemma's: its prompt before, linear layers after, 8 dimensions of unit length."""
     engine = golden("embeddinggemma")
