@@ -141,10 +141,10 @@ INSIDE: dict[str, dict[str, set[str]]] = {
 # shrinks lowers its budget; only the commit that says why raises one.
 BUDGET: dict[str, int] = {
     "__main__": 8,
-    "api": 3029,
+    "api": 3035,
     "app": 1634,
     "bench": 306,
-    "cli": 2268,
+    "cli": 2284,
     "clock": 42,
     "doctor": 527,
     "engine": 16239,
@@ -154,7 +154,7 @@ BUDGET: dict[str, int] = {
     "logs": 146,
     "metrics": 257,
     "panics": 21,
-    "registry": 1340,
+    "registry": 1341,
     "server": 296,
     "serving": 4836,
     "settings": 372,
