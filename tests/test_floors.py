@@ -85,9 +85,10 @@ INSIDE: dict[str, dict[str, set[str]]] = {
     },
     "api": {
         "app": {
-            *("access", "dashboard", "endpoints", "middleware", "traces"),
+            *("access", "dashboard", "paths", "endpoints", "middleware", "traces"),
             *("requests", "bodies", "in_flight"),
         },
+        "paths": {"endpoints", "openapi"},
         "endpoints": {
             *("chat", "dashboard", "embeddings"),
             *("rerank", "responses", "tokenization", "models", "ops", "openapi", "requests"),

@@ -28,12 +28,12 @@ class Bodies:
     """The total bytes of request bodies under way, and of answers not read yet."""
 
     def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
         self.nbytes = 0
 
     def has_room(self, more: int, nbytes: int) -> bool:
         """Return True if a body of `nbytes` may grow by `more`; the only body always may."""
-        return self.nbytes == nbytes or self.nbytes + more <= self._max_bytes
+        return self.nbytes == nbytes or self.nbytes + more <= self.max_bytes
 
 
 class Body:
@@ -42,6 +42,10 @@ class Body:
     def __init__(self, bodies: Bodies) -> None:
         self._bodies = bodies
         self._nbytes = 0
+
+    @property
+    def max_bytes(self) -> int:
+        return self._bodies.max_bytes
 
     def count(self, size: int, *, is_refusable: bool = True) -> None:
         """Set the number of bytes held, or raise Unavailable."""

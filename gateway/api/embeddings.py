@@ -1,7 +1,10 @@
-"""/v1/embeddings; /embed and /info as in Text Embeddings Inference (TEI)."""
+"""/v1/embeddings; TEI's /embed, /embed_sparse and /info; vLLM's /pooling."""
 
 import asyncio
+import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Generic, NamedTuple, TypeVar
 
 from starlette.requests import Request
@@ -13,40 +16,60 @@ from gateway.api.requests import Service, ignored_header, reply, time_stage
 from gateway.clock import Stage
 from gateway.errors import BadRequest, GatewayError
 from gateway.ids import passing_id
-from gateway.jobs.embed import Embedded, EmbedJob
-from gateway.registry import EmbeddingSpec
+from gateway.jobs.embed import Embedded, EmbedJob, Output
+from gateway.registry import EmbeddingSpec, Resolved
 from gateway.serving.embedding.batcher import EmbeddingBatcher
 from gateway.wire import embeddings as wire
 from gateway.wire.rerank import TextsError
 from gateway.wire.validation import MAX_INPUTS
 
-R = TypeVar("R", wire.EmbeddingsRequest, wire.InputsRequest)
+R = TypeVar(
+    "R", wire.EmbeddingsRequest, wire.InputsRequest, wire.SparseRequest, wire.PoolingRequest
+)
 
 
 class _Result(NamedTuple, Generic[R]):
     request: R
+    model: str
+    outputs: Sequence[Output]
     embedded: Embedded
     headers: dict[str, str]
 
 
 async def answer(service: Service, request: Request) -> Response:
     result = await _embedded(service, request, wire.EmbeddingsRequest)
-    pieces = wire.write_pieces(
+    write = wire.write_pieces
+    if result.request.output is not None:
+        write = partial(wire.write_outputs, outputs=result.outputs)
+    pieces = write(
         result.embedded,
         name=passing_id("embd"),
-        model=result.request.model,
+        model=result.model,
         encoding=result.request.encoding_format,
     )
     return await _write(request, pieces, result.headers)
 
 
-async def embed(service: Service, request: Request) -> Response:
-    """Answer as TEI does, with a bare list of vectors."""
+async def pool(service: Service, request: Request) -> Response:
+    result = await _embedded(service, request, wire.PoolingRequest)
+    pieces = wire.write_pooled(
+        result.embedded,
+        name=passing_id("pool"),
+        created=int(time.time()),
+        model=result.model,
+        encoding=result.request.encoding_format,
+    )
+    return await _write(request, pieces, result.headers)
+
+
+async def embed(service: Service, request: Request, shape: type[R]) -> Response:
+    """Answer as TEI does, with a bare list of vectors, or of lists of weights."""
     try:
-        result = await _embedded(service, request, wire.InputsRequest)
+        result = await _embedded(service, request, shape)
     except GatewayError as error:
         raise TextsError(error) from error
-    return await _write(request, wire.write_vectors(result.embedded), result.headers)
+    write = wire.write_sparse if result.embedded.sparse else wire.write_vectors
+    return await _write(request, write(result.embedded), result.headers)
 
 
 async def info(service: Service, request: Request) -> Response:
@@ -65,13 +88,13 @@ async def info(service: Service, request: Request) -> Response:
 
 
 async def _embedded(service: Service, request: Request, shape: type[R]) -> _Result[R]:
-    def translate(wire_request: R) -> tuple[EmbeddingSpec, EmbedJob]:
+    def translate(wire_request: R) -> tuple[Resolved, EmbeddingSpec, EmbedJob]:
         resolved, spec = service.find_spec(wire_request.model, "embeddings", EmbeddingSpec)
         truncate = wire_request.truncate
         if truncate is None:
             truncate = spec.overflow == "truncate"
         alias_prompt = resolved.alias.prompt_name if resolved.alias else None
-        return spec, wire.to_job(
+        job = wire.to_job(
             wire_request,
             service.caller(request),
             accepts_ids=spec.token_ids == "accept",
@@ -80,33 +103,49 @@ async def _embedded(service: Service, request: Request, shape: type[R]) -> _Resu
             prompt_name=wire_request.prompt_name or alias_prompt or spec.default_prompt_name,
             bounds=service.rules.chars,
         )
+        return resolved, spec, job
 
     with service.arrivals.expect() as arrival:
         body = await service.read_body(request)
         with time_stage(request, Stage.PARSE):
             parsed = await service.take(request, body, shape)
             asked = parsed.request
-            spec, job = await service.run_on_body(body, translate, asked)
+            resolved, spec, job = await service.run_on_body(body, translate, asked)
         lease = service.lease(spec, job.caller, asked)
+        unread, encoding = context_of(request).unread, asked.encoding_format
         async with while_connected(request.receive), lease as batcher:
-            check_dimensions(spec, batcher.engine.dimensions, job.dimensions)
+            outputs = asked.choose_outputs(batcher.engine.outputs)
+            if "dense" in outputs and "dense" in batcher.engine.outputs:
+                check_dimensions(spec, batcher.engine.dimensions, job.dimensions)
+            elif job.dimensions is not None:
+                raise BadRequest("Only dense vectors have 'dimensions'.", param="dimensions")
+            most = unread.max_bytes // wire.NUMBER_BYTES[encoding]
+            job = replace(job, outputs=outputs, max_numbers=most)
             embedded = await batcher.embed(job, arrival)
-    number_bytes = wire.NUMBER_BYTES[asked.encoding_format]
     # The answer is counted before it is written, since JSON is several times larger than floats.
-    context_of(request).unread.count_answer(embedded.vectors.size * number_bytes)
+    nbytes = wire.count_bytes(embedded, asked, encoding)
+    if embedded.sparse and nbytes > unread.max_bytes:
+        raise BadRequest(
+            f"The answer would have up to {nbytes} bytes, and may have {unread.max_bytes}: "
+            "send fewer texts at once.",
+            param=asked.field,
+        )
+    unread.count_answer(nbytes)
     headers = ignored_header(parsed.ignored)
     if embedded.truncated:
         headers["x-gateway-truncated"] = str(embedded.truncated)
-    return _Result(asked, embedded, headers)
+    return _Result(asked, resolved.name, outputs, embedded, headers)
 
 
 async def _write(request: Request, pieces: Iterator[bytes], headers: dict[str, str]) -> Response:
-    body = []
+    body, written = [], 0
     with time_stage(request, Stage.SERIALIZE):
         for piece in pieces:
             body.append(piece)
+            written += len(piece)
             # Writing 2,048 vectors without a break would block all other requests.
-            if len(piece) > wire.PIECE_FLOATS:
+            if written > wire.PIECE_FLOATS:
+                written = 0
                 await asyncio.sleep(0)
     return Response(b"".join(body), media_type="application/json", headers=headers)
 

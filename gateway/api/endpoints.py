@@ -1,6 +1,5 @@
 """The table of all endpoints."""
 
-from collections.abc import Iterable
 from functools import partial
 
 from starlette.requests import Request
@@ -49,7 +48,17 @@ from gateway.wire.anthropic_stream import MessageEvent
 from gateway.wire.chat import ChatCompletion, ChatCompletionChunk, ChatRequest
 from gateway.wire.completions import Completion, CompletionRequest
 from gateway.wire.decisions import Decision, DecisionsRequest
-from gateway.wire.embeddings import Embeddings, EmbeddingsRequest, Info, InputsRequest, Vectors
+from gateway.wire.embeddings import (
+    Embeddings,
+    EmbeddingsRequest,
+    Info,
+    InputsRequest,
+    Pooled,
+    PoolingRequest,
+    SparseRequest,
+    SparseVectors,
+    Vectors,
+)
 from gateway.wire.pulls import PullProgress, PullRequest
 from gateway.wire.rerank import (
     RankedText,
@@ -86,20 +95,40 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         summary="Turn texts into vectors",
         details="Takes a string, a list of strings or, where the model allows it, token ids; "
         "answers in `float` or `base64`; `dimensions` for Matryoshka models; also "
-        "`truncate` and `prompt_name`.",
+        "`truncate` and `prompt_name`. With `output`: dense, sparse and multi-vector "
+        "[outputs](#sparse-and-multi-vector-outputs).",
         request=EmbeddingsRequest,
         answer=Embeddings,
         operation="embeddings",
     ),
     Endpoint(
         "POST /v1/embed",
-        embeddings.embed,
+        partial(embeddings.embed, shape=InputsRequest),
         summary="Turn texts into vectors, as TEI does",
         details="The answer is a bare list of the vectors, each of unit length; errors are TEI's. "
         "Without `model`, a loaded embedding model answers, or else the first one.",
         request=InputsRequest,
         answer=Vectors,
         texts_error=TextsErrorBody,
+        operation="embeddings",
+    ),
+    Endpoint(
+        "POST /v1/embed_sparse",
+        partial(embeddings.embed, shape=SparseRequest),
+        summary="Turn texts into sparse vectors, as TEI does",
+        details="The answer is a list for each text, of token ids and weights above 0.",
+        request=SparseRequest,
+        answer=SparseVectors,
+        texts_error=TextsErrorBody,
+        operation="embeddings",
+    ),
+    Endpoint(
+        "POST /v1/pooling",
+        embeddings.pool,
+        summary="Turn texts into vectors, or their tokens, as vLLM does",
+        details="`task` is `embed` or `token_embed`; without it, the first that the model has.",
+        request=PoolingRequest,
+        answer=Pooled,
         operation="embeddings",
     ),
     Endpoint(
@@ -116,7 +145,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         summary="Sort documents by how well they answer a query",
         details="Takes the bodies of Cohere, Jina, vLLM, infinity, llama.cpp and, with `texts`, "
         "[TEI's](#reranking). Works with rerank models, and with embedding models, whose scores "
-        "are cosines.",
+        "are cosines or, for ColBERT, MaxSim.",
         request=RerankRequest,
         form=Form("with `texts`", TextsRequest, RankedText, TextsErrorBody),
         answer=Reranking,
@@ -467,29 +496,3 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         is_admin=True,
     ),
 )
-
-
-def _paths(endpoints: Iterable[Endpoint]) -> frozenset[str]:
-    return frozenset(path.removeprefix("/v1") for endpoint in endpoints for path in endpoint.paths)
-
-
-# The first path segments (after /v1) of OpenAI's endpoints that are not served.
-UNSERVED = frozenset(
-    [
-        *("assistants", "audio", "batches", "chatkit", "containers", "conversations", "edits"),
-        *("engines", "evals", "files", "fine-tunes", "fine_tuning", "images", "moderations"),
-        *("organization", "realtime", "skills", "threads", "uploads", "vector_stores", "videos"),
-    ]
-)
-PATHS = _paths(endpoint for endpoint in ENDPOINTS if not endpoint.is_admin)
-OPERATIONS = {
-    path: endpoint.operation
-    for endpoint in ENDPOINTS
-    for path in endpoint.paths
-    if endpoint.operation
-}
-UNTRACED_PATHS = frozenset(
-    path for endpoint in ENDPOINTS if not endpoint.is_traced for path in endpoint.paths
-)
-OPEN_PATHS = _paths(endpoint for endpoint in ENDPOINTS if endpoint.is_open and not endpoint.is_page)
-METERED_PATHS = _paths(endpoint for endpoint in ENDPOINTS if endpoint.is_metered)

@@ -1,10 +1,11 @@
 """The Protocols of engines."""
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from typing import Any, Protocol
 
 from gateway.jobs import TokenIds, Vectors
 from gateway.jobs.chat import Compiled, GenerateJob, Grammar, Reading
+from gateway.jobs.embed import Output, TextOutputs
 from gateway.jobs.rerank import Pair
 from gateway.jobs.steps import (
     EngineFacts,
@@ -17,11 +18,22 @@ from gateway.jobs.steps import (
 
 
 class EmbeddingEngine(Protocol):
-    """The computations of one embedding model: `embed`, `probe` and `close` run on the lane."""
+    """The computations of one embedding model.
+
+    `embed`, `embed_outputs`, `probe` and `close` run on the lane.
+    """
+
+    @property
+    def outputs(self) -> tuple[Output, ...]:
+        """Return what the model computes; the first is its answer to who asks for nothing."""
 
     @property
     def dimensions(self) -> int:
         """Return the length of a vector."""
+
+    @property
+    def token_dimensions(self) -> int:
+        """Return the length of a token's vector in `multi_vector`, 0 if there is none."""
 
     @property
     def max_tokens(self) -> int:
@@ -44,6 +56,9 @@ class EmbeddingEngine(Protocol):
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the texts' token ids, special tokens included."""
 
+    def encode_query(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return queries' token ids, which only models such as ColBERT encode unlike documents'."""
+
     def encode_start(self, texts: Sequence[str]) -> list[list[int]]:
         """Return each text's first token ids, more than `max_tokens` if the text is too long."""
 
@@ -55,6 +70,11 @@ class EmbeddingEngine(Protocol):
 
     def embed(self, rows: Sequence[TokenIds]) -> Vectors:
         """Return the vectors, (rows, dimensions) float32."""
+
+    def embed_outputs(
+        self, rows: Sequence[TokenIds], outputs: Collection[Output]
+    ) -> list[TextOutputs]:
+        """Return these outputs of each row, of one pass."""
 
     def probe(self) -> None:
         """Embed a fixed word without compiling anything. Raises the device's errors."""

@@ -14,7 +14,7 @@ from openai.types import embedding_create_params as embeddings
 from openai.types.chat import completion_create_params as chat
 from openai.types.responses import response_create_params as responses
 
-from gateway.api.endpoints import PATHS, UNSERVED
+from gateway.api.paths import PATHS, UNSERVED
 from tests.api.conftest import some_models
 from tests.api.harness import error_of
 from tests.fakes import ScriptedChat, ScriptedEngines

@@ -22,7 +22,7 @@ from gateway.serving.tokenize import SHORT_CHARS, SLICE_CHARS, ThreadPools, text
 Part: TypeAlias = Sequence[tuple[str, Sequence[str]]]
 
 
-class RerankBatcher(RowBatcher[Pair]):
+class RerankBatcher(RowBatcher[Pair, Vectors]):
     """One cross-encoder's queue of requests, and the worker that scores their pairs."""
 
     kind = "rerank"
@@ -54,7 +54,7 @@ class RerankBatcher(RowBatcher[Pair]):
             logits = await self._queue(pairs, timings, expected)
         tokens, truncated = sum(map(len, pairs)), sum(pair.cut > 0 for pair in pairs)
         self._count(timings, tokens, truncated)
-        return Reranked(relevance(logits, is_raw=job.is_raw), tokens, truncated)
+        return Reranked(relevance(np.stack(logits), is_raw=job.is_raw), tokens, truncated)
 
     async def _encode(self, part: Part, job: RerankJob) -> list[Pair]:
         """Tokenize queries with their documents, on a thread unless the texts are short."""
@@ -83,11 +83,11 @@ class RerankBatcher(RowBatcher[Pair]):
             tokens = max(len(pair) + pair.cut for pair in cut)
             raise ContextLengthExceeded(limit, tokens, noun="documents", part="documents")
 
-    def _score(self, pairs: Sequence[Pair]) -> Vectors:
+    def _score(self, pairs: Sequence[Pair]) -> list[Vectors]:
         logits = self.engine.score(pairs)
         if not np.isfinite(logits).all():
             raise EngineFailed(self._name, "a score is not finite.")
-        return logits
+        return list(logits)
 
 
 def _slices(job: RerankJob) -> Iterator[Part]:
