@@ -270,8 +270,8 @@ def count_bytes(answer: Embedded, request: EmbedRequest, encoding: str) -> int:
     copies = 2 if getattr(request, "output", None) else 1
     numbers = copies * answer.vectors.size + sum(array.size for array in answer.multi_vector)
     weights = sum(len(vector.ids) for vector in answer.sparse)
-    entries = max(len(answer.sparse), len(answer.multi_vector))
-    return numbers * NUMBER_BYTES[encoding] + weights * WEIGHT_BYTES + entries * ENTRY_BYTES
+    entries = len(answer.vectors) * ENTRY_BYTES
+    return numbers * NUMBER_BYTES[encoding] + weights * WEIGHT_BYTES + entries
 
 
 def write_sparse(answer: Embedded) -> Iterator[bytes]:
