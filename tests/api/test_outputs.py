@@ -315,8 +315,8 @@ async def test_answers_have_bounds(models: Catalog, engines: ScriptedEngines) ->
         refusal = error_of(asked, 400)
         assert refusal["param"] == "input"
         assert refusal["message"] == (
-            "The texts have 101 tokens together, and a vector of 4 numbers each. A request may have "
-            "those of 100 tokens: send fewer texts at once."
+            "The texts have 101 tokens together, and a vector of 4 numbers each. A request may "
+            "have those of 100 tokens: send fewer texts at once."
         )
         documents = {"model": "embed", "query": "q", "documents": ["x" * 99] * 5}
         only(engines, "multi_vector")
