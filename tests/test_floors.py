@@ -141,7 +141,7 @@ INSIDE: dict[str, dict[str, set[str]]] = {
 # shrinks lowers its budget; only the commit that says why raises one.
 BUDGET: dict[str, int] = {
     "__main__": 8,
-    "api": 2985,
+    "api": 3044,
     "app": 1634,
     "bench": 306,
     "cli": 2266,
@@ -150,15 +150,15 @@ BUDGET: dict[str, int] = {
     "engine": 16178,
     "errors": 269,
     "ids": 6,
-    "jobs": 353,
+    "jobs": 368,
     "logs": 146,
-    "metrics": 257,
+    "metrics": 262,
     "panics": 21,
     "registry": 1340,
     "server": 296,
-    "serving": 4775,
+    "serving": 4871,
     "settings": 372,
-    "wire": 3975,
+    "wire": 4117,
 }
 PACKAGES = sorted(file.parent for file in GATEWAY.rglob("__init__.py"))
 # A line of a map: names, two spaces or more, and what they are.
