@@ -141,7 +141,7 @@ INSIDE: dict[str, dict[str, set[str]]] = {
 # shrinks lowers its budget; only the commit that says why raises one.
 BUDGET: dict[str, int] = {
     "__main__": 8,
-    "api": 3044,
+    "api": 3012,
     "app": 1634,
     "bench": 306,
     "cli": 2266,
@@ -156,9 +156,9 @@ BUDGET: dict[str, int] = {
     "panics": 21,
     "registry": 1340,
     "server": 296,
-    "serving": 4871,
+    "serving": 4867,
     "settings": 372,
-    "wire": 4117,
+    "wire": 4122,
 }
 PACKAGES = sorted(file.parent for file in GATEWAY.rglob("__init__.py"))
 # A line of a map: names, two spaces or more, and what they are.

@@ -40,25 +40,21 @@ class Body:
     """The share of one request body, or one answer, in the total of `Bodies`."""
 
     def __init__(self, bodies: Bodies) -> None:
-        self._bodies = bodies
+        self.bodies = bodies
         self._nbytes = 0
-
-    @property
-    def max_bytes(self) -> int:
-        return self._bodies.max_bytes
 
     def count(self, size: int, *, is_refusable: bool = True) -> None:
         """Set the number of bytes held, or raise Unavailable."""
         nbytes = max(0, size - UNCOUNTED_BYTES)
         more = nbytes - self._nbytes
         # A body without room is refused: two half-read bodies could wait for each other forever.
-        if is_refusable and more > 0 and not self._bodies.has_room(more, self._nbytes):
+        if is_refusable and more > 0 and not self.bodies.has_room(more, self._nbytes):
             raise Unavailable(
                 "The requests being read and the answers being sent are too large together. "
                 "Please try again shortly.",
                 retry_after_s=1,
             )
-        self._bodies.nbytes += more
+        self.bodies.nbytes += more
         self._nbytes = nbytes
 
     def count_answer(self, size: int) -> None:

@@ -1,11 +1,9 @@
 """/v1/embeddings; TEI's /embed, /embed_sparse and /info; vLLM's /pooling."""
 
 import asyncio
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Generic, NamedTuple, TypeVar
+from typing import TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -15,8 +13,7 @@ from gateway.api.in_flight import context_of, while_connected
 from gateway.api.requests import Service, ignored_header, reply, time_stage
 from gateway.clock import Stage
 from gateway.errors import BadRequest, GatewayError
-from gateway.ids import passing_id
-from gateway.jobs.embed import Embedded, EmbedJob, Output
+from gateway.jobs.embed import EmbedJob
 from gateway.registry import EmbeddingSpec, Resolved
 from gateway.serving.embedding.batcher import EmbeddingBatcher
 from gateway.wire import embeddings as wire
@@ -28,48 +25,12 @@ R = TypeVar(
 )
 
 
-class _Result(NamedTuple, Generic[R]):
-    request: R
-    model: str
-    outputs: Sequence[Output]
-    embedded: Embedded
-    headers: dict[str, str]
-
-
-async def answer(service: Service, request: Request) -> Response:
-    result = await _embedded(service, request, wire.EmbeddingsRequest)
-    write = wire.write_pieces
-    if result.request.output is not None:
-        write = partial(wire.write_outputs, outputs=result.outputs)
-    pieces = write(
-        result.embedded,
-        name=passing_id("embd"),
-        model=result.model,
-        encoding=result.request.encoding_format,
-    )
-    return await _write(request, pieces, result.headers)
-
-
-async def pool(service: Service, request: Request) -> Response:
-    result = await _embedded(service, request, wire.PoolingRequest)
-    pieces = wire.write_pooled(
-        result.embedded,
-        name=passing_id("pool"),
-        created=int(time.time()),
-        model=result.model,
-        encoding=result.request.encoding_format,
-    )
-    return await _write(request, pieces, result.headers)
-
-
 async def embed(service: Service, request: Request, shape: type[R]) -> Response:
-    """Answer as TEI does, with a bare list of vectors, or of lists of weights."""
+    """Answer as TEI does, with a bare list and errors of its own."""
     try:
-        result = await _embedded(service, request, shape)
+        return await answer(service, request, shape)
     except GatewayError as error:
         raise TextsError(error) from error
-    write = wire.write_sparse if result.embedded.sparse else wire.write_vectors
-    return await _write(request, write(result.embedded), result.headers)
 
 
 async def info(service: Service, request: Request) -> Response:
@@ -87,7 +48,7 @@ async def info(service: Service, request: Request) -> Response:
     return reply(body)
 
 
-async def _embedded(service: Service, request: Request, shape: type[R]) -> _Result[R]:
+async def answer(service: Service, request: Request, shape: type[R]) -> Response:
     def translate(wire_request: R) -> tuple[Resolved, EmbeddingSpec, EmbedJob]:
         resolved, spec = service.find_spec(wire_request.model, "embeddings", EmbeddingSpec)
         truncate = wire_request.truncate
@@ -113,20 +74,21 @@ async def _embedded(service: Service, request: Request, shape: type[R]) -> _Resu
             resolved, spec, job = await service.run_on_body(body, translate, asked)
         lease = service.lease(spec, job.caller, asked)
         unread, encoding = context_of(request).unread, asked.encoding_format
+        max_bytes = unread.bodies.max_bytes
         async with while_connected(request.receive), lease as batcher:
             outputs = asked.choose_outputs(batcher.engine.outputs)
             if "dense" in outputs and "dense" in batcher.engine.outputs:
                 check_dimensions(spec, batcher.engine.dimensions, job.dimensions)
             elif job.dimensions is not None:
                 raise BadRequest("Only dense vectors have 'dimensions'.", param="dimensions")
-            most = unread.max_bytes // wire.NUMBER_BYTES[encoding]
+            most = max_bytes // wire.NUMBER_BYTES[encoding]
             job = replace(job, outputs=outputs, max_numbers=most)
             embedded = await batcher.embed(job, arrival)
     # The answer is counted before it is written, since JSON is several times larger than floats.
     nbytes = wire.count_bytes(embedded, asked, encoding)
-    if embedded.sparse and nbytes > unread.max_bytes:
+    if embedded.sparse and nbytes > max_bytes:
         raise BadRequest(
-            f"The answer would have up to {nbytes} bytes, and may have {unread.max_bytes}: "
+            f"The answer would have up to {nbytes} bytes, and may have {max_bytes}: "
             "send fewer texts at once.",
             param=asked.field,
         )
@@ -134,7 +96,7 @@ async def _embedded(service: Service, request: Request, shape: type[R]) -> _Resu
     headers = ignored_header(parsed.ignored)
     if embedded.truncated:
         headers["x-gateway-truncated"] = str(embedded.truncated)
-    return _Result(asked, resolved.name, outputs, embedded, headers)
+    return await _write(request, asked.write(embedded, outputs, resolved.name), headers)
 
 
 async def _write(request: Request, pieces: Iterator[bytes], headers: dict[str, str]) -> Response:

@@ -91,7 +91,7 @@ async def _describe(service: Service, request: Request) -> Response:
 ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint(
         "POST /v1/embeddings",
-        embeddings.answer,
+        partial(embeddings.answer, shape=EmbeddingsRequest),
         summary="Turn texts into vectors",
         details="Takes a string, a list of strings or, where the model allows it, token ids; "
         "answers in `float` or `base64`; `dimensions` for Matryoshka models; also "
@@ -124,7 +124,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     ),
     Endpoint(
         "POST /v1/pooling",
-        embeddings.pool,
+        partial(embeddings.answer, shape=PoolingRequest),
         summary="Turn texts into vectors, or their tokens, as vLLM does",
         details="`task` is `embed` or `token_embed`; without it, the first that the model has.",
         request=PoolingRequest,

@@ -94,7 +94,7 @@ async def _score(
         asked = parsed.request
         resolved, spec, job = await service.run_on_body(body, translate, asked)
     lease = service.lease(spec, job.caller, asked)
-    most = context_of(request).unread.max_bytes // FLOAT_BYTES
+    most = context_of(request).unread.bodies.max_bytes // FLOAT_BYTES
     async with while_connected(request.receive), lease as batcher:
         answer = await batcher.rerank(replace(job, max_numbers=most), arrival)
     ignored = parsed.ignored

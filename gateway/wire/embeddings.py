@@ -1,6 +1,7 @@
 """The requests and answers of POST /v1/embeddings, TEI's /embed(_sparse) and vLLM's /pooling."""
 
 import base64
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Final, Literal, NotRequired, cast
 
@@ -10,6 +11,7 @@ from pydantic import Field
 from typing_extensions import TypeAliasType, TypedDict
 
 from gateway.errors import BadRequest
+from gateway.ids import passing_id
 from gateway.jobs import Caller, TokenIds
 from gateway.jobs import Vectors as Matrix
 from gateway.jobs.embed import Embedded, EmbedJob, Output
@@ -29,7 +31,7 @@ class EmbedRequest(Request):
 
     field: ClassVar[Literal["input", "inputs"]]
     kind = "embedding"
-    # Who names no output reads dense vectors: a model without them refuses the request.
+    # A client that names no output reads dense vectors, and a model without them refuses.
     outputs: ClassVar[tuple[Output, ...]] = ("dense",)
 
     dimensions: Annotated[int, Field(ge=1)] | None = None
@@ -64,6 +66,12 @@ class EmbeddingsRequest(EmbedRequest):
         names = [self.output] if isinstance(self.output, str) else self.output
         return tuple(dict.fromkeys(names or self.outputs))
 
+    def write(self, answer: Embedded, outputs: Sequence[Output], model: str) -> Iterator[bytes]:
+        name, encoding = passing_id("embd"), self.encoding_format
+        if self.output is None:
+            return write_pieces(answer, name=name, model=model, encoding=encoding)
+        return write_outputs(answer, outputs, name=name, model=model, encoding=encoding)
+
 
 class InputsRequest(EmbedRequest):
     """A request to TEI's /embed."""
@@ -82,6 +90,9 @@ class InputsRequest(EmbedRequest):
     model: Annotated[Label, Field(min_length=1)] | None = None
     inputs: Inputs
 
+    def write(self, answer: Embedded, outputs: Sequence[Output], model: str) -> Iterator[bytes]:
+        return write_vectors(answer)
+
 
 class SparseRequest(InputsRequest):
     """A request to TEI's /embed_sparse."""
@@ -91,6 +102,9 @@ class SparseRequest(InputsRequest):
         "dimensions": "Sparse vectors have as many entries as they need.",
         "truncation_direction": "Texts are cut at their end.",
     }
+
+    def write(self, answer: Embedded, outputs: Sequence[Output], model: str) -> Iterator[bytes]:
+        return write_sparse(answer)
 
 
 class PoolingRequest(EmbedRequest):
@@ -128,6 +142,9 @@ class PoolingRequest(EmbedRequest):
         arrays = [output for output in available if output in _TASKS.values()]
         chosen = arrays[0] if arrays else "dense"
         return (chosen if self.task is None else _TASKS[self.task],)
+
+    def write(self, answer: Embedded, outputs: Sequence[Output], model: str) -> Iterator[bytes]:
+        return write_pooled(answer, model=model, encoding=self.encoding_format)
 
 
 def to_job(
@@ -283,12 +300,10 @@ def write_sparse(answer: Embedded) -> Iterator[bytes]:
     yield b"]"
 
 
-def write_pooled(
-    answer: Embedded, *, name: str, created: int, model: str, encoding: str
-) -> Iterator[bytes]:
+def write_pooled(answer: Embedded, *, model: str, encoding: str) -> Iterator[bytes]:
     """Yield the JSON of vLLM's answer in pieces."""
-    usage = usage_dict(answer.prompt_tokens)
-    empty = Pooled(id=name, object="list", created=created, data=[], model=model, usage=usage)
+    name, now, usage = passing_id("pool"), int(time.time()), usage_dict(answer.prompt_tokens)
+    empty = Pooled(id=name, object="list", created=now, data=[], model=model, usage=usage)
     entries: list[dict[str, object]] = [
         {"index": index, "object": "pooling", "data": array}
         for index, array in enumerate(answer.multi_vector or answer.vectors)
@@ -361,11 +376,7 @@ def write_vectors(answer: Embedded) -> Iterator[bytes]:
     vectors = np.ascontiguousarray(answer.vectors, dtype="<f4")
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
     vectors = vectors / np.maximum(lengths, np.finfo("<f4").tiny)
-    rows = max(1, PIECE_FLOATS // vectors.shape[1])
-    for start in range(0, len(vectors), rows):
-        piece = orjson.dumps(vectors[start : start + rows], option=orjson.OPT_SERIALIZE_NUMPY)
-        yield (b"," if start else b"[") + piece[1:-1]
-    yield b"]"
+    return _write_array(vectors, "float")
 
 
 def write_pieces(answer: Embedded, *, name: str, model: str, encoding: str) -> Iterator[bytes]:

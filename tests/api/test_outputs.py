@@ -331,7 +331,11 @@ async def test_answers_have_bounds(models: Catalog, engines: ScriptedEngines) ->
         told = await client.post("/embed_sparse", json={"model": "embed", "inputs": [many] * 2})
         assert (told.status_code, told.json()["error_type"]) == (422, "Validation")
         for encoding, status in (("float", 400), ("base64", 200)):
-            body = {"input": ["x" * 99] * 2, "encoding_format": encoding, "output": "multi_vector"}
+            body: dict[str, Any] = {
+                "input": ["x" * 99] * 2,
+                "encoding_format": encoding,
+                "output": "multi_vector",
+            }
             assert (await post(client, **body)).status_code == status
 
 
@@ -384,7 +388,7 @@ def test_poolings_and_teis_answers_are_no_larger_than_counted() -> None:
     assert len(b"".join(write_sparse(sparse))) <= count_bytes(sparse, request, "float")
     matrices = Embedded(np.zeros((50, 0), np.float32), 5, 0, multi_vector=whole.multi_vector)
     for encoding in ("float", "base64"):
-        pieces = write_pooled(matrices, name="p", created=5, model="[]", encoding=encoding)
+        pieces = write_pooled(matrices, model="[]", encoding=encoding)
         body = b"".join(pieces)
         assert len(body) <= count_bytes(matrices, request, encoding) + 1000
         assert len(orjson.loads(body)["data"]) == 50

@@ -218,13 +218,9 @@ class EmbeddingBatcher(RowBatcher[TextRow, TextOutputs]):
         vectors = np.stack(dense) if dense else np.zeros((len(rows), 0), np.float32)
         if job.dimensions is not None and job.dimensions < self.engine.dimensions:
             vectors = self.engine.shorten(vectors, job.dimensions)
-        return Embedded(
-            vectors,
-            tokens,
-            truncated,
-            sparse=[each.sparse for each in results if each.sparse is not None],
-            multi_vector=[each.multi_vector for each in results if each.multi_vector is not None],
-        )
+        sparse = [each.sparse for each in results if each.sparse is not None]
+        matrices = [each.multi_vector for each in results if each.multi_vector is not None]
+        return Embedded(vectors, tokens, truncated, sparse, matrices)
 
     async def _compute_texts(
         self, job: EmbedJob, texts: Sequence[str], arrival: Arrival
