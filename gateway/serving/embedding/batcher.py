@@ -120,7 +120,8 @@ class EmbeddingBatcher(RowBatcher[TextRow, TextOutputs]):
         Raises BadRequest for an output that the model does not have, Overloaded,
         ContextLengthExceeded, DeadlineExceeded, and EngineFailed.
         """
-        job = replace(job, outputs=job.outputs or self.engine.outputs[:1])
+        if not job.outputs:
+            job = replace(job, outputs=self.engine.outputs[:1])
         check_outputs(self.engine, self._name, job.outputs)
         async with self._begin(job.caller, arrival) as expected:
             return await self._embed(job, add_prompts(self.engine, self._name, job), expected)
