@@ -1,0 +1,57 @@
+"""The golden outputs of FlagEmbedding's formulas, through HTTP and the batcher."""
+
+import asyncio
+import base64
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import numpy as np
+import pytest
+
+from tests.cpu_engines import cpu_engines
+from tests.engine.embedding.harness import GOLDEN, TEXTS
+from tests.serving_app import catalog, served
+
+pytestmark = pytest.mark.anyio
+FOLDER = GOLDEN / "bge-m3"
+FEW = TEXTS[:10] + TEXTS[28:31]  # as in make_outputs_golden.py
+ASKED = [index for index, text in enumerate(FEW) if text]  # nobody may send an empty one
+SPEC = {"kind": "embedding", "source": f"path:{FOLDER}", "overflow": "truncate", "preload": True}
+
+
+async def ask(client: httpx2.AsyncClient, path: str = "/v1/embeddings", **body: Any) -> Any:
+    answer = await client.post(path, json={"model": "m3", **body})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+async def test_outputs_through_http_are_those_of_flag_embedding(tmp_path: Path) -> None:
+    dense = np.load(FOLDER / "vectors.npy")
+    sparse = json.loads((FOLDER / "sparse.json").read_text())
+    tokens = np.load(FOLDER / "tokens.npz")
+    texts = [FEW[index] for index in ASKED]
+    names = ["dense", "sparse", "multi_vector"]
+    async with served(catalog(tmp_path, {"m3": SPEC}), cpu_engines()) as client:
+        answers = [ask(client, input=texts, output=names, encoding_format="base64")]
+        answers += [ask(client, input=texts, output=name) for name in names]
+        answers += [ask(client, "/embed_sparse", inputs=texts)]
+        answers += [ask(client, "/pooling", input=texts, task="token_embed")]
+        together, *alone, weights, pooled = await asyncio.gather(*answers)
+        ranked = await ask(client, "/v1/rerank", query=texts[0], documents=texts)
+    for place, index in enumerate(ASKED):
+        entry, matrix = together["data"][place], tokens[sorted(tokens)[index]]
+        vector = np.frombuffer(base64.b64decode(entry["embedding"]), "<f4")
+        assert np.abs(vector - dense[index]).max() <= 1e-5
+        assert entry["multi_vector_shape"] == [*matrix.shape]
+        numbers = np.frombuffer(base64.b64decode(entry["multi_vector"]), "<f4")
+        assert np.abs(numbers.reshape(matrix.shape) - matrix).max() <= 1e-5
+        for found in (entry["sparse"], alone[1]["data"][place]["sparse"]):
+            assert found["indices"] == sparse[index][0]
+            assert found["values"] == pytest.approx(sparse[index][1], abs=1e-5)
+        assert [each["index"] for each in weights[place]] == sparse[index][0]
+        assert np.abs(np.array(alone[0]["data"][place]["dense"]) - dense[index]).max() <= 1e-5
+        for vectors in (alone[2]["data"][place]["multi_vector"], pooled["data"][place]["data"]):
+            assert np.abs(np.array(vectors) - matrix).max() <= 1e-5
+    assert ranked["results"][0]["index"] == 0
