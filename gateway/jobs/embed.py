@@ -2,8 +2,31 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
 
 from gateway.jobs import Caller, TokenIds, Vectors
+
+Output = Literal["dense", "sparse", "multi_vector"]
+
+
+@dataclass(frozen=True, slots=True)
+class SparseVector:
+    """A text's weights by token id: both (entries,), ids ascending and weights above 0."""
+
+    ids: npt.NDArray[np.int32]
+    weights: npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextOutputs:
+    """All that a model computes of one text; None is what was not asked for."""
+
+    dense: npt.NDArray[np.float32] | None = None  # (dimensions,)
+    sparse: SparseVector | None = None
+    multi_vector: Vectors | None = None  # (tokens, token dimensions)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
