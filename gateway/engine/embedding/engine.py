@@ -1,11 +1,11 @@
 """Embedding models, and the passes that an encoder runs over batches."""
 
 from abc import ABC, abstractmethod
-from bisect import bisect_left
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from importlib.metadata import version
-from itertools import cycle, islice
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol
 
@@ -25,6 +25,8 @@ from gateway.engine.device import (
 )
 from gateway.engine.embedding.bert import Bert, Roberta, arrays_of
 from gateway.engine.embedding.modernbert import ModernBert
+from gateway.engine.embedding.outputs import Head, TokenVectors, open_m3_heads, special_ids
+from gateway.engine.embedding.passes import bucket, in_step, slice_rows, worthwhile_threads
 from gateway.engine.embedding.pooling import (
     Projection,
     Recipe,
@@ -40,72 +42,19 @@ from gateway.engine.models.checkpoint import Checkpoint, read_in_slices
 from gateway.engine.models.context import text_context
 from gateway.engine.models.folder import join_names
 from gateway.errors import BadRequest, ContextLengthExceeded, EngineFailed
+from gateway.jobs import Vectors
+from gateway.jobs.embed import Output, SparseVector, TextOutputs
 
 if TYPE_CHECKING:
     from gateway.engine.embedding.decoder import Decoder
     from gateway.engine.models.missing_kernels import Report
 
-# On a CPU, the buffers of a larger pass exceed the processor's cache.
-SLICE_TOKENS: Final = 512
-# Multiply-adds that are worth a thread, which takes 0.4 ms to start.
-WORTH_A_THREAD: Final = 30_000_000
 # Values of transformer_task and module_output_name.
 _TASK: Final = ("feature-extraction", "token_embeddings")
 
-
-def bucket(length: int) -> int:
-    """Round a length up to a multiple of 8 and, above 64, by at most a quarter."""
-    step = 8
-    if length > 64:
-        step = 1 << (length - 1).bit_length() - 3
-    return -(-length // step) * step
-
-
-def worthwhile_threads(tokens: int, weights: int, threads: int) -> int:
-    return max(1, min(threads, tokens * weights // WORTH_A_THREAD))
-
-
-def slice_rows(lengths: Sequence[int], threads: int) -> list[int]:
-    """Divide rows, sorted by length, into passes; return the number of rows in each pass.
-
-    A pass costs its rows times its longest row: at most SLICE_TOKENS, unless one row is longer. Use
-    as few passes as possible, rounded up to a multiple of `threads`, and make the most expensive
-    pass as cheap as possible.
-    """
-    costs = range(lengths[-1], len(lengths) * lengths[-1] + 1)
-    row_count = threads
-    while True:
-        cheapest = bisect_left(costs, True, key=lambda cost: len(_runs(lengths, cost)) <= row_count)
-        if costs[cheapest] <= max(SLICE_TOKENS, lengths[-1]):
-            return _runs(lengths, costs[cheapest])
-        row_count += threads
-
-
-def _runs(lengths: Sequence[int], cost: int) -> list[int]:
-    runs = [0]
-    for length in lengths:
-        if (runs[-1] + 1) * length <= cost:
-            runs[-1] += 1
-        else:
-            runs.append(1)
-    return runs
-
-
-def in_step(
-    passes: Sequence[Iterator[mx.array]], streams: Sequence[mx.Stream]
-) -> Iterator[list[mx.array]]:
-    """Advance passes of equal depth together, layer by layer, each on its own stream."""
-    while True:
-        states: list[mx.array] = []
-        for one, stream in zip(passes, cycle(streams), strict=False):
-            with mx.stream(stream):
-                states += islice(one, 1)
-        if not states:
-            return
-        yield states
-
-
 Results = npt.NDArray[np.float32]
+# Maps the last hidden states, the rows' numbers of tokens and the mask to float32 results.
+Finish = Callable[[mx.array, mx.array, mx.array | None], mx.array]
 
 
 class Encoder(Protocol):
@@ -181,8 +130,21 @@ class EncoderEngine(ABC):
         self, rows: Sequence[Sequence[int]], width: int, starts: Sequence[int] | None = None
     ) -> Results:
         """Return each row's result, (rows, width), with token type 1 from `starts` on."""
+        results = np.empty((len(rows), width), dtype=np.float32)
+        for indices, [values] in self._passes(rows, [self._finish], starts):
+            results[indices] = values
+        self._check_results(results)
+        return results
+
+    def _passes(
+        self,
+        rows: Sequence[Sequence[int]],
+        finishes: Sequence[Finish],
+        starts: Sequence[int] | None = None,
+    ) -> Iterator[tuple[list[int], list[Results]]]:
+        """Yield the indices of each pass's rows, and its result of each of `finishes`."""
         if not rows:
-            return np.zeros((0, width), dtype=np.float32)
+            return
         self._check(rows)
         order = sorted(range(len(rows)), key=lambda index: len(rows[index]))
         lengths = [len(rows[index]) for index in order]
@@ -191,34 +153,40 @@ class EncoderEngine(ABC):
         waiting = iter(order)
         slices = [list(islice(waiting, count)) for count in counts]
         passes = [
-            self._forward([rows[i] for i in piece], starts and [starts[i] for i in piece])
+            self._forward([rows[i] for i in piece], finishes, starts and [starts[i] for i in piece])
             for piece in slices
         ]
-        results = np.empty((len(rows), width), dtype=np.float32)
-        results[order] = self._run_passes(passes, threads)
-        self._check_results(results)
-        return results
+        states = self._run_passes(passes, threads, len(finishes))
+        for index, piece in enumerate(slices):
+            yield piece, [np.array(results[index]) for results in states]
 
     def _threads(self, tokens: int) -> int:
         if not self._on_cpu:
             return 1
         return worthwhile_threads(tokens, self._weights, cpu_threads())
 
-    def _run_passes(self, passes: Sequence[Iterator[mx.array]], threads: int) -> Results:
+    def _run_passes(
+        self, passes: Sequence[Iterator[mx.array]], threads: int, results: int
+    ) -> Sequence[list[mx.array]]:
+        """Run passes; return their last `results`, each with an array of each pass."""
         streams = [mx.default_stream(mx.default_device())]
         if len(passes) > 1:
             streams = cpu_streams(min(threads, len(passes)))
-        states: list[mx.array] = []
+        last: deque[list[mx.array]] = deque(maxlen=results)
         with single_threaded_blas() if len(streams) > 1 else nullcontext():
             # mlx queues only about fifty operations ahead, so each stream gets one layer at a time.
             for states in in_step(passes, streams):
                 if self._on_cpu:
                     mx.async_eval(states)  # type: ignore[no-untyped-call]
-            evaluate(states)
-        return np.concatenate([np.array(results) for results in states])
+                last.append(states)
+            evaluate(list(last))
+        return last
 
     def _forward(
-        self, rows: Sequence[Sequence[int]], starts: Sequence[int] | None = None
+        self,
+        rows: Sequence[Sequence[int]],
+        finishes: Sequence[Finish],
+        starts: Sequence[int] | None = None,
     ) -> Iterator[mx.array]:
         lengths = [len(row) for row in rows]
         longest = max(lengths)
@@ -233,7 +201,8 @@ class EncoderEngine(ABC):
         types = None if starts is None else columns >= mx.array(list(starts))[:, None]
         for hidden in self._encoder(mx.array(padded), mask, types):
             yield hidden
-        yield self._finish(hidden, counts, mask)
+        for finish in finishes:
+            yield finish(hidden, counts, mask)
 
     def _check(self, rows: Sequence[Sequence[int]]) -> None:
         # mlx would read outside the embeddings: it does not check bounds.
@@ -335,9 +304,6 @@ def read_embedding_context(
     return read_encoder_context(inner, read_transformer_settings(inner, *_TASK), max_context)
 
 
-Vectors = npt.NDArray[np.float32]
-
-
 class EmbeddingEngine(EncoderEngine):
     """A loaded embedding model. Only its tokenization is safe on any thread."""
 
@@ -350,6 +316,7 @@ class EmbeddingEngine(EncoderEngine):
         tokenizer: TextTokenizer,
         recipe: Recipe,
         projections: Sequence[Projection] = (),
+        heads: Mapping[Output, Head] | None = None,
         *,
         device: Device,
         max_tokens: int,
@@ -366,16 +333,25 @@ class EmbeddingEngine(EncoderEngine):
         self.default_prompt_name = default_prompt_name
         self._recipe = recipe
         self._projections = projections
+        self._heads = dict(heads or {})
+        self.outputs: tuple[Output, ...] = ("dense", *self._heads)
+        vectors = self._heads.get("multi_vector")
+        self.token_dimensions = vectors.dimensions if isinstance(vectors, TokenVectors) else 0
 
     def close(self) -> None:
-        self._projections = ()
+        self._projections, self._heads = (), {}
         super().close()
 
     def nbytes(self) -> int:
-        return super().nbytes() + sum(a.nbytes for a in arrays_of(list(self._projections)))
+        parts = [*self._projections, *self._heads.values()]
+        return super().nbytes() + sum(a.nbytes for a in arrays_of(parts))
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Return texts' token ids, special tokens included. Safe on any thread."""
+        return self.tokenizer.encode(texts)
+
+    def encode_query(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return queries' token ids, which are other than documents' for ColBERT alone."""
         return self.tokenizer.encode(texts)
 
     def encode_start(self, texts: Sequence[str]) -> list[list[int]]:
@@ -398,13 +374,33 @@ class EmbeddingEngine(EncoderEngine):
         """
         return self._run(rows, self.dimensions)
 
+    def embed_outputs(
+        self, rows: Sequence[Sequence[int]], outputs: Collection[Output]
+    ) -> list[TextOutputs]:
+        """Return these outputs of each row, of one pass. Raises the errors of `embed`."""
+        asked = [output for output in self.outputs if output in outputs]
+        texts: list[dict[str, Any]] = [{} for _ in rows]
+        is_broken = np.zeros(len(rows), bool)
+        finishes = [self._heads.get(output, self._finish) for output in asked]
+        for indices, results in self._passes(rows, finishes):
+            for output, values in zip(asked, results, strict=True):
+                head = self._heads.get(output)
+                for index, row in zip(indices, values, strict=True):
+                    read = texts[index][output] = head.read(rows[index], row) if head else row
+                    numbers = read.weights if isinstance(read, SparseVector) else read
+                    is_broken[index] |= not np.isfinite(numbers).all()
+        self._refuse(is_broken, "is not finite")
+        if "dense" in asked and texts:
+            self._check_results(np.stack([text["dense"] for text in texts]))
+        return [TextOutputs(**text) for text in texts]
+
     def _check_results(self, results: Results) -> None:
         super()._check_results(results)
         self._refuse((results == 0).all(axis=1), "is zero")
 
     @unfused()
     def probe(self) -> None:
-        self.embed(self.encode(["Hello"]))
+        self.embed_outputs(self.encode(["Hello"]), self.outputs)
 
     def _finish(self, hidden: mx.array, counts: mx.array, mask: mx.array | None) -> mx.array:
         vectors = pool(hidden, counts, mask, self._recipe.pooling)
@@ -444,7 +440,9 @@ def load_embedding_in_steps(
         raise inner.failed("its folder has a LoRA adapter, which is not added to embedding models")
     encoder = open_encoder(inner, inner.read_object("config.json"), device, dtype)
     projections = read_projections(checkpoint, recipe, encoder.dimensions)
-    yield from read_in_slices(inner, [*encoder.parameters(), *arrays_of(projections)])
+    heads = open_m3_heads(inner, encoder.dimensions, lambda: special_ids(inner, tokenizer.token_id))
+    parts = [*projections, *heads.values()]
+    yield from read_in_slices(inner, [*encoder.parameters(), *arrays_of(parts)])
     # Decoder isn't imported here: mlx-lm takes a second to import.
     if hasattr(encoder, "replace_missing"):
         yield from encoder.replace_missing(name, device, report)
@@ -454,6 +452,7 @@ def load_embedding_in_steps(
         tokenizer,
         recipe,
         projections,
+        heads,
         device=device,
         max_tokens=read_max_tokens(inner, encoder.max_tokens, limits, max_context),
         prompts=prompts or {key: text or "" for key, text in (saved.get("prompts") or {}).items()},

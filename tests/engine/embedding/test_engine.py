@@ -13,10 +13,12 @@ from benchmarks.loading import load_embedding
 from gateway.engine.device import Device
 from gateway.engine.embedding.engine import (
     ENCODERS,
-    SLICE_TOKENS,
     EmbeddingEngine,
-    bucket,
     open_encoder,
+)
+from gateway.engine.embedding.passes import (
+    SLICE_TOKENS,
+    bucket,
     slice_rows,
     worthwhile_threads,
 )

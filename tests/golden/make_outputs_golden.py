@@ -1,0 +1,78 @@
+# mypy: ignore-errors
+# (its libraries are not where types are checked)
+"""Make the references of the sparse and multi-vector outputs: tiny checkpoints, and their outputs
+as sentence-transformers' SparseEncoder and MultiVectorEncoder compute them. BGE-M3's are computed
+with the formulas of FlagEmbedding (inference/embedder/encoder_only/m3.py), which needs more.
+
+In the environment of make_golden.py, and after it:  python tests/golden/make_outputs_golden.py
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import torch
+from make_golden import HERE, ROBERTA_TOKENIZER, SEED, TEXTS
+from transformers import AutoModel, AutoTokenizer
+
+FEW = TEXTS[:10] + TEXTS[28:31]
+
+
+def save_sparse(folder: Path, rows: list[dict[int, float]]) -> None:
+    """Write each text's token ids and weights, in the order of the ids."""
+    ordered = [[[*ids], [float(row[i]) for i in ids]] for row in rows for ids in [sorted(row)]]
+    (folder / "sparse.json").write_text(json.dumps(ordered) + "\n")
+
+
+def save_vectors(folder: Path, name: str, vectors: list[np.ndarray]) -> None:
+    """Write texts' vectors under their indices."""
+    np.savez_compressed(folder / name, **{f"{i:02}": v for i, v in enumerate(vectors)})
+
+
+def bge_m3() -> None:
+    """The tiny XLM-RoBERTa of make_golden.py, with cls pooling and BGE-M3's two heads."""
+    folder = HERE / "bge-m3"
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(HERE / "xlm-roberta", folder, ignore=shutil.ignore_patterns("*.npy", "ids.*"))
+    config = folder / "1_Pooling" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"pooling_mode": "cls"}))
+    torch.manual_seed(SEED)
+    sparse, colbert = torch.nn.Linear(32, 1), torch.nn.Linear(32, 24)
+    for head in (sparse, colbert):
+        torch.nn.init.normal_(head.weight, std=0.5)
+    torch.nn.init.constant_(sparse.bias, 5)  # about half of the weights are above 0
+    torch.save({k: v.half() for k, v in sparse.state_dict().items()}, folder / "sparse_linear.pt")
+    torch.save(colbert.state_dict(), folder / "colbert_linear.pt")
+    sparse.half().float()  # the weights as they were saved
+    net = AutoModel.from_pretrained(folder, add_pooling_layer=False).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    unused = [
+        tokenizer.convert_tokens_to_ids(ROBERTA_TOKENIZER[f"{role}_token"])
+        for role in ("cls", "eos", "pad", "unk")
+    ]
+    rows, dense, vectors = [], [], []
+    for text in FEW:
+        inputs = tokenizer(text, truncation=True, max_length=40, return_tensors="pt")
+        with torch.no_grad():
+            hidden = net(**inputs).last_hidden_state
+            weights = torch.relu(sparse(hidden))[0, :, 0].tolist()
+            tokens = torch.nn.functional.normalize(colbert(hidden[:, 1:]), dim=-1)
+        row = {}
+        for weight, token in zip(weights, inputs["input_ids"][0].tolist(), strict=True):
+            if token not in unused and weight > row.get(token, 0):
+                row[token] = weight
+        rows.append(row)
+        dense.append(torch.nn.functional.normalize(hidden[0, 0], dim=-1).numpy())
+        vectors.append(tokens[0].numpy())
+    np.save(folder / "vectors.npy", np.stack(dense))
+    save_sparse(folder, rows)
+    save_vectors(folder, "tokens.npz", vectors)
+
+
+def main() -> None:
+    bge_m3()
+
+
+if __name__ == "__main__":
+    main()
