@@ -98,6 +98,7 @@ class ScriptedEmbedder:
     is_closed: bool = False
     outputs: tuple[Output, ...] = ("dense",)
     token_dimensions: int = 0
+    query_length: int | None = None
     passes: list[set[Output]] = field(default_factory=list)  # outputs of each pass
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
@@ -105,7 +106,7 @@ class ScriptedEmbedder:
 
     def encode_query(self, texts: Sequence[str]) -> list[list[int]]:
         marker = [1] if self.outputs[0] == "multi_vector" else []
-        return [[*marker, *row] for row in self.encode(texts)]
+        return [[*marker, *row][: self.query_length] for row in self.encode(texts)]
 
     def encode_start(self, texts: Sequence[str]) -> list[list[int]]:
         return self.encode([text[: self.max_tokens + 1] for text in texts])

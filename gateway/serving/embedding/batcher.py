@@ -154,8 +154,10 @@ class EmbeddingBatcher(RowBatcher[TextRow, TextOutputs]):
                 if max_tokens < self.engine.max_tokens:
                     cut = sum(len(row) > max_tokens for row in rows)
                     rows = [self.engine.truncate(row, max_tokens) for row in rows]
-                rows = [*await self._tokenize(embed_job, queries, is_query=is_late), *rows]
+                asked = await self._tokenize(embed_job, queries, is_query=is_late)
+                rows = [*asked, *rows]
                 if is_late:
+                    cut += len(await self._cut_queries(embed_job, queries, asked))
                     check_numbers(self.engine, rows, job.max_numbers, part="documents")
                 embed_job, texts = replace(embed_job, token_rows=rows, texts=()), []
             try:
@@ -228,7 +230,9 @@ class EmbeddingBatcher(RowBatcher[TextRow, TextOutputs]):
     ) -> list[EmbeddedText]:
         is_query = is_late_interaction(self.engine) and job.prompt_name == ROLES[0]
         rows = await self._tokenize(job, texts, is_query=is_query)
+        cut = await self._cut_queries(job, texts, rows) if is_query and texts else set()
         rows, truncated = fit_to_context(self.engine, rows, truncate=job.truncate)
+        truncated |= cut
         if "multi_vector" in job.outputs:
             check_numbers(self.engine, rows, job.max_numbers)
         asked = [TextRow(row, job.outputs) for row in rows]
@@ -237,6 +241,20 @@ class EmbeddingBatcher(RowBatcher[TextRow, TextOutputs]):
             EmbeddedText(result, len(row), index in truncated)
             for index, (row, result) in enumerate(zip(rows, results, strict=True))
         ]
+
+    async def _cut_queries(
+        self, job: EmbedJob, texts: Sequence[str], rows: Sequence[TokenIds]
+    ) -> set[int]:
+        """Return the indices of queries that lost tokens, as the model's queries are short.
+
+        Raises ContextLengthExceeded for them unless the job allows truncation.
+        """
+        limit = len(self.engine.encode_query(["a " * self.engine.max_tokens])[0])
+        whole = await self._tokenize(job, texts)
+        cut = {index for index, row in enumerate(rows) if len(row) == limit < len(whole[index])}
+        if cut and not job.truncate:
+            raise ContextLengthExceeded(limit, len(whole[min(cut)]), noun="input")
+        return cut
 
     async def _tokenize(
         self, job: EmbedJob, texts: Sequence[str], *, is_query: bool = False

@@ -228,6 +228,22 @@ async def test_colberts_documents_are_cut_where_asked() -> None:
             await batcher.rerank(rerank_job("x" * 11, "b", truncate=False))
 
 
+async def test_colberts_queries_are_cut_to_their_own_length_and_it_is_told() -> None:
+    async with batching(colbert(query_length=4)) as batcher:
+        short = await asking_for(batcher, "ab", "abc", prompt_name="query")
+        assert (short.truncated, short.prompt_tokens) == (0, 7)
+        long = await asking_for(batcher, "abc", "abcde", prompt_name="query", truncate=True)
+        assert (long.truncated, long.prompt_tokens) == (1, 8)
+        with pytest.raises(ContextLengthExceeded, match="length is 4 tokens"):
+            await asking_for(batcher, "abcde", prompt_name="query")
+        assert (await asking_for(batcher, "abcde")).truncated == 0  # a document
+        ranked = await batcher.rerank(rerank_job("abcde", "x"))
+        assert (ranked.truncated, ranked.prompt_tokens) == (1, 5)
+        with pytest.raises(ContextLengthExceeded) as refusal:
+            await batcher.rerank(rerank_job("abcde", "x", truncate=False))
+        assert refusal.value.part == "prompt"
+
+
 async def test_documents_with_too_many_vectors_are_refused_before_a_pass() -> None:
     engine = colbert(max_tokens=10)
     async with batching(engine) as batcher:
