@@ -55,3 +55,19 @@ async def test_outputs_through_http_are_those_of_flag_embedding(tmp_path: Path) 
         for vectors in (alone[2]["data"][place]["multi_vector"], pooled["data"][place]["data"]):
             assert np.abs(np.array(vectors) - matrix).max() <= 1e-5
     assert ranked["results"][0]["index"] == 0
+
+
+async def test_a_splade_model_gives_its_weights_and_refuses_dense_vectors(tmp_path: Path) -> None:
+    folder = GOLDEN / "splade-bert"
+    sparse = json.loads((folder / "sparse.json").read_text())
+    texts = [FEW[index] for index in ASKED]
+    spec = {**SPEC, "source": f"path:{folder}"}
+    async with served(catalog(tmp_path, {"m3": spec}), cpu_engines(), warm_up=True) as client:
+        found = await ask(client, "/embed_sparse", inputs=texts)
+        plain = await client.post("/v1/embeddings", json={"model": "m3", "input": texts})
+    assert plain.status_code == 400
+    assert "it has `sparse`" in plain.json()["error"]["message"]
+    for index, weights in zip(ASKED, found, strict=True):
+        assert [each["index"] for each in weights] == sparse[index][0]
+        values = [each["value"] for each in weights]
+        assert values == pytest.approx(sparse[index][1], abs=1e-5)
