@@ -71,3 +71,29 @@ async def test_a_splade_model_gives_its_weights_and_refuses_dense_vectors(tmp_pa
         assert [each["index"] for each in weights] == sparse[index][0]
         values = [each["value"] for each in weights]
         assert values == pytest.approx(sparse[index][1], abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["colbert-bert", "colbert-pylate", "colbert-stanford"])
+async def test_colbert_ranks_by_max_sim_of_its_golden_vectors(tmp_path: Path, name: str) -> None:
+    folder = GOLDEN / name
+    documents, queries = (np.load(folder / f"{role}.npz") for role in ("documents", "queries"))
+    keys, texts = sorted(documents), [FEW[index] for index in ASKED]
+    spec = {**SPEC, "source": f"path:{folder}"}
+    async with served(catalog(tmp_path, {"m3": spec}), cpu_engines(), warm_up=True) as client:
+        body = {"query": texts[0], "documents": texts}
+        raw = (await ask(client, "/v1/rerank", **body, raw_scores=True))["results"]
+        scaled = (await ask(client, "/v1/rerank", **body))["results"]
+        asked = await ask(
+            client, input=texts, output="multi_vector", prompt_name="query", truncate=True
+        )
+        pooled = await ask(client, "/pooling", input=texts, truncate=True)
+    query = queries[keys[ASKED[0]]]
+    sums = [(query @ documents[keys[index]].T).max(axis=1).sum() for index in ASKED]
+    for result in raw:
+        assert result["relevance_score"] == pytest.approx(sums[result["index"]], abs=1e-4)
+    for result in scaled:
+        mean = sums[result["index"]] / len(query)
+        assert result["relevance_score"] == pytest.approx((1 + mean) / 2, abs=1e-5)
+    for index, entry, document in zip(ASKED, asked["data"], pooled["data"], strict=True):
+        assert np.abs(np.array(entry["multi_vector"]) - queries[keys[index]]).max() <= 1e-5
+        assert np.abs(np.array(document["data"]) - documents[keys[index]]).max() <= 1e-5
