@@ -25,7 +25,7 @@ _ACTIVATIONS: Final[Mapping[str, Activation]] = {
     "torch.nn.modules.activation.Tanh": mx.tanh,
 }
 _ORDER: Final = "(Transformer( Pooling( Dense)*( Normalize)?)?)?|(MLM)?Transformer SpladePooling"
-_COLBERT_ORDER: Final = "Transformer( Dense)*( MultiVectorMask Normalize)?"
+_COLBERT_ORDER: Final = "(Transformer( Dense)*( MultiVectorMask Normalize)?)?"
 _MODULES: Final = (
     *("Transformer", "Pooling", "Dense", "Normalize"),
     *("MLMTransformer", "SpladePooling", "MultiVectorMask"),
