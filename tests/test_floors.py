@@ -85,9 +85,10 @@ INSIDE: dict[str, dict[str, set[str]]] = {
     },
     "api": {
         "app": {
-            *("access", "dashboard", "endpoints", "middleware", "traces"),
+            *("access", "dashboard", "paths", "endpoints", "middleware", "traces"),
             *("requests", "bodies", "in_flight"),
         },
+        "paths": {"endpoints", "openapi"},
         "endpoints": {
             *("chat", "dashboard", "embeddings"),
             *("rerank", "responses", "tokenization", "models", "ops", "openapi", "requests"),
@@ -141,24 +142,24 @@ INSIDE: dict[str, dict[str, set[str]]] = {
 # shrinks lowers its budget; only the commit that says why raises one.
 BUDGET: dict[str, int] = {
     "__main__": 8,
-    "api": 3035,
-    "app": 1634,
+    "api": 3084,
+    "app": 1636,
     "bench": 306,
     "cli": 2285,
     "clock": 42,
     "doctor": 527,
-    "engine": 16239,
+    "engine": 16863,
     "errors": 269,
     "ids": 6,
-    "jobs": 355,
+    "jobs": 370,
     "logs": 146,
-    "metrics": 257,
+    "metrics": 262,
     "panics": 21,
     "registry": 1341,
     "server": 296,
-    "serving": 4836,
+    "serving": 4946,
     "settings": 372,
-    "wire": 4079,
+    "wire": 4228,
 }
 PACKAGES = sorted(file.parent for file in GATEWAY.rglob("__init__.py"))
 # A line of a map: names, two spaces or more, and what they are.

@@ -1,6 +1,5 @@
 """The table of all endpoints."""
 
-from collections.abc import Iterable
 from functools import partial
 
 from starlette.requests import Request
@@ -52,7 +51,17 @@ from gateway.wire.chat import ChatCompletion, ChatCompletionChunk, ChatRequest
 from gateway.wire.cohere import CohereEmbeddings, CohereErrorBody, CohereRequest
 from gateway.wire.completions import Completion, CompletionRequest
 from gateway.wire.decisions import Decision, DecisionsRequest
-from gateway.wire.embeddings import Embeddings, EmbeddingsRequest, Info, InputsRequest, Vectors
+from gateway.wire.embeddings import (
+    Embeddings,
+    EmbeddingsRequest,
+    Info,
+    InputsRequest,
+    Pooled,
+    PoolingRequest,
+    SparseRequest,
+    SparseVectors,
+    Vectors,
+)
 from gateway.wire.pulls import PullProgress, PullRequest
 from gateway.wire.responses import DeletedResponse, InputTokens, ResponsesRequest
 from gateway.wire.responses import Response as WireResponse
@@ -69,11 +78,12 @@ async def _describe(service: Service, request: Request) -> Response:
 ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint(
         "POST /v1/embeddings",
-        embeddings.answer,
+        partial(embeddings.answer, shape=EmbeddingsRequest),
         summary="Turn texts into vectors",
         details="Takes a string, a list of strings or, where the model allows it, token ids; "
         "answers in `float` or `base64`; `dimensions` for Matryoshka models; also "
-        "`truncate` and `prompt_name`.",
+        "`truncate` and `prompt_name`. With `output`: dense, sparse and multi-vector "
+        "[outputs](#sparse-and-multi-vector-outputs).",
         request=EmbeddingsRequest,
         answer=Embeddings,
         operation="embeddings",
@@ -90,7 +100,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     ),
     Endpoint(
         "POST /v1/embed",
-        embeddings.embed,
+        partial(embeddings.embed, shape=InputsRequest),
         summary="Turn texts into vectors, as TEI does",
         details="The answer is a bare list of the vectors, each of unit length; errors are TEI's. "
         "Without `model`, a loaded embedding model answers, or else the first one. With `texts`, "
@@ -100,6 +110,25 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         answer=Vectors,
         texts_error=ranking.TextsErrorBody,
         cohere_error=CohereErrorBody,
+        operation="embeddings",
+    ),
+    Endpoint(
+        "POST /v1/embed_sparse",
+        partial(embeddings.embed, shape=SparseRequest),
+        summary="Turn texts into sparse vectors, as TEI does",
+        details="The answer is a list for each text, of token ids and weights above 0.",
+        request=SparseRequest,
+        answer=SparseVectors,
+        texts_error=ranking.TextsErrorBody,
+        operation="embeddings",
+    ),
+    Endpoint(
+        "POST /v1/pooling",
+        partial(embeddings.answer, shape=PoolingRequest),
+        summary="Turn texts into vectors, or their tokens, as vLLM does",
+        details="`task` is `embed` or `token_embed`; without it, the first that the model has.",
+        request=PoolingRequest,
+        answer=Pooled,
         operation="embeddings",
     ),
     Endpoint(
@@ -116,7 +145,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         summary="Sort documents by how well they answer a query",
         details="Takes the bodies of Cohere, Jina, vLLM, infinity, llama.cpp and, with `texts`, "
         "[TEI's](#reranking). Works with rerank models, and with embedding models, whose scores "
-        "are cosines.",
+        "are cosines or, for ColBERT, MaxSim.",
         request=ranking.RerankRequest,
         form=Form("with `texts`", ranking.TextsRequest, ranking.RankedTexts),
         answer=ranking.Reranking,
@@ -468,29 +497,3 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         is_admin=True,
     ),
 )
-
-
-def _paths(endpoints: Iterable[Endpoint]) -> frozenset[str]:
-    return frozenset(path.removeprefix("/v1") for endpoint in endpoints for path in endpoint.paths)
-
-
-# The first path segments (after /v1) of OpenAI's endpoints that are not served.
-UNSERVED = frozenset(
-    [
-        *("assistants", "audio", "batches", "chatkit", "containers", "conversations", "edits"),
-        *("engines", "evals", "files", "fine-tunes", "fine_tuning", "images", "moderations"),
-        *("organization", "realtime", "skills", "threads", "uploads", "vector_stores", "videos"),
-    ]
-)
-PATHS = _paths(endpoint for endpoint in ENDPOINTS if not endpoint.is_admin)
-OPERATIONS = {
-    path: endpoint.operation
-    for endpoint in ENDPOINTS
-    for path in endpoint.paths
-    if endpoint.operation
-}
-UNTRACED_PATHS = frozenset(
-    path for endpoint in ENDPOINTS if not endpoint.is_traced for path in endpoint.paths
-)
-OPEN_PATHS = _paths(endpoint for endpoint in ENDPOINTS if endpoint.is_open and not endpoint.is_page)
-METERED_PATHS = _paths(endpoint for endpoint in ENDPOINTS if endpoint.is_metered)

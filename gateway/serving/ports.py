@@ -1,10 +1,11 @@
 """The Protocols of engines."""
 
-from collections.abc import Generator, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import Collection, Generator, Mapping, Sequence
+from typing import Any, Protocol
 
 from gateway.jobs import TokenIds, Vectors
 from gateway.jobs.chat import Compiled, GenerateJob, Grammar, Reading
+from gateway.jobs.embed import Output, TextOutputs
 from gateway.jobs.rerank import Pair
 from gateway.jobs.steps import (
     EngineFacts,
@@ -15,18 +16,13 @@ from gateway.jobs.steps import (
     Verdict,
 )
 
-R = TypeVar("R", contravariant=True)
 
-
-class RowEngine(Protocol[R]):
-    """The computations of one model of rows: `in_steps`, `probe` and `close` run on the lane."""
+class RowEngine(Protocol):
+    """What embedding models and rerankers have alike. `probe` and `close` run on the lane."""
 
     @property
     def token_s(self) -> float:
         """Return an estimate of the seconds that a token takes; 0 if there is none."""
-
-    def in_steps(self, rows: Sequence[R]) -> Generator[Vectors | None]:
-        """Compute rows in steps: yield None after each, and finally the results."""
 
     def probe(self) -> None:
         """Compute a fixed row without compiling anything. Raises the device's errors."""
@@ -38,12 +34,20 @@ class RowEngine(Protocol[R]):
         """Free every array."""
 
 
-class EmbeddingEngine(RowEngine[TokenIds], Protocol):
-    """The computations of one embedding model. `embed` runs on the lane."""
+class EmbeddingEngine(RowEngine, Protocol):
+    """The computations of one embedding model: all but its tokenization run on the lane."""
+
+    @property
+    def outputs(self) -> tuple[Output, ...]:
+        """Return what the model computes; the first is its answer to who asks for nothing."""
 
     @property
     def dimensions(self) -> int:
         """Return the length of a vector."""
+
+    @property
+    def token_dimensions(self) -> int:
+        """Return the length of a token's vector in `multi_vector`, 0 if there is none."""
 
     @property
     def max_tokens(self) -> int:
@@ -66,6 +70,9 @@ class EmbeddingEngine(RowEngine[TokenIds], Protocol):
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the texts' token ids, special tokens included."""
 
+    def encode_query(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return queries' token ids, which only models such as ColBERT encode unlike documents'."""
+
     def encode_start(self, texts: Sequence[str]) -> list[list[int]]:
         """Return each text's first token ids, more than `max_tokens` if the text is too long."""
 
@@ -78,8 +85,18 @@ class EmbeddingEngine(RowEngine[TokenIds], Protocol):
     def embed(self, rows: Sequence[TokenIds]) -> Vectors:
         """Return the vectors, (rows, dimensions) float32."""
 
+    def embed_outputs(
+        self, rows: Sequence[TokenIds], outputs: Collection[Output]
+    ) -> list[TextOutputs]:
+        """Return these outputs of each row, of one pass."""
 
-class RerankEngine(RowEngine[Pair], Protocol):
+    def in_steps(
+        self, rows: Sequence[TokenIds], outputs: Collection[Output]
+    ) -> Generator[list[TextOutputs] | None]:
+        """Compute outputs in steps: yield None after each, and finally the rows' outputs."""
+
+
+class RerankEngine(RowEngine, Protocol):
     """The computations of one reranker. `score` runs on the lane."""
 
     @property
@@ -102,6 +119,9 @@ class RerankEngine(RowEngine[Pair], Protocol):
 
     def score(self, rows: Sequence[Pair]) -> Vectors:
         """Return the logits, (rows, labels) float32."""
+
+    def in_steps(self, rows: Sequence[Pair]) -> Generator[Vectors | None]:
+        """Compute logits in steps: yield None after each, and finally the logits."""
 
 
 class Tokens(Protocol):

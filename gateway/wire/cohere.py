@@ -16,9 +16,9 @@ from typing_extensions import TypedDict
 
 from gateway.errors import BadRequest, ErrorBody
 from gateway.jobs import Caller
-from gateway.jobs.embed import Embedded, EmbedJob
+from gateway.jobs.embed import Embedded, EmbedJob, Output
 from gateway.wire.bounds import FAIL_FAST, Label
-from gateway.wire.embeddings import NUMBER_BYTES, unit_rows, write_rows
+from gateway.wire.embeddings import NUMBER_BYTES, unit_rows, write_array
 from gateway.wire.validation import MAX_INPUTS, CharBounds, Part, Request
 
 EmbeddingType = Literal["float", "int8", "uint8", "binary", "ubinary", "base64"]
@@ -52,7 +52,8 @@ class CohereRequest(Request):
 
     kind = "embedding"
     number_bytes: ClassVar[int] = 2 * NUMBER_BYTES["float"]  # in all types at once
-    params: ClassVar = {"prompt": "texts", "dimensions": "output_dimension"}
+    copies: ClassVar[int] = 1
+    params: ClassVar = {"prompt": "texts", "dimensions": "output_dimension", "output": "model"}
     harmless = frozenset({"priority"})
     refused: ClassVar = {"images": "Images are not embedded."}
     neutral: ClassVar = {"images": ([],)}
@@ -68,6 +69,9 @@ class CohereRequest(Request):
     dimensions: Annotated[int, Field(ge=1)] | None = Field(None, alias="output_dimension")
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     side: Literal["NONE", "END"] = Field("END", alias="truncate")
+
+    def choose_outputs(self, available: Sequence[Output]) -> tuple[Output, ...]:
+        return ("dense",)
 
 
 def to_job(
@@ -128,7 +132,7 @@ def _write_type(vectors: npt.NDArray[np.float32], kind: EmbeddingType) -> Iterat
     if kind == "base64":
         yield orjson.dumps([base64.b64encode(vector.tobytes()).decode() for vector in vectors])
     else:
-        yield from write_rows(quantize(vectors, kind))
+        yield from write_array(quantize(vectors, kind), "float")
 
 
 def quantize(vectors: npt.NDArray[np.float32], kind: EmbeddingType) -> npt.NDArray[Any]:

@@ -14,10 +14,10 @@ from openai.types import embedding_create_params as embeddings
 from openai.types.chat import completion_create_params as chat
 from openai.types.responses import response_create_params as responses
 
-from gateway.api.endpoints import PATHS, UNSERVED
+from gateway.api.paths import PATHS, UNSERVED
 from tests.api.conftest import some_models
 from tests.api.harness import error_of
-from tests.fakes import ScriptedChat, ScriptedEngines
+from tests.fakes import ScriptedChat, ScriptedEmbedder, ScriptedEngines
 from tests.serving_app import served
 
 pytestmark = pytest.mark.anyio
@@ -34,6 +34,8 @@ MINIMAL: dict[str, dict[str, Any]] = {
     "/v1/messages/count_tokens": {"model": "writer", "messages": USER},
     "/v1/embed": {"model": "any-size", "inputs": "hi"},
     "/v2/embed": {"model": "any-size", "texts": ["hi"]},
+    "/v1/embed_sparse": {"model": "any-size", "inputs": "hi"},
+    "/v1/pooling": {"model": "any-size", "input": "hi"},
     "/v1/tokenize": {"model": "writer", "prompt": "hi"},
     "/v1/detokenize": {"model": "writer", "tokens": [104]},
     "/v1/rerank": {"model": "judge", "query": "hi", "documents": ["hi"]},
@@ -60,6 +62,7 @@ OPENAI: dict[str, list[type]] = {
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}
 FUNCTION = {"name": "f", "parameters": SCHEMA}
 VALUES: dict[str, Any] = {
+    "output": "dense", "task": "embed",
     "encoding_format": "base64", "dimensions": 2, "truncate": True, "prompt_name": "query",
     "repetition_penalty": 1.1, "min_tokens": 1, "ignore_eos": True, "stop_token_ids": [5],
     "temperature": 0.5, "top_p": 0.5, "top_k": 5, "min_p": 0.1, "stop": ["x"], "seed": 1,
@@ -155,15 +158,17 @@ WRONG: dict[str, list[tuple[str, Any]]] = {
     "/v1/embeddings": [
         ("encoding_format", "float64"), ("dimensions", 0), ("dimensions", -1),
         ("dimensions", "4"), ("dimensions", 1.5), ("model", ""), ("model", 7),
-        ("truncate", "yes"), ("prompt_name", 3),
+        ("truncate", "yes"), ("prompt_name", 3), ("output", "vectors"), ("output", []),
     ],
+    "/v1/pooling": [("task", "token_classify"), ("encoding_format", "bytes"), ("input", [])],
 }  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 async def client(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[AsyncClient]:
     """Give a client of the gateway that all cases share."""
-    engines = ScriptedEngines(chat=ScriptedChat(max_context=ROOMY))
+    embedder = ScriptedEmbedder(outputs=("dense", "sparse", "multi_vector"), token_dimensions=4)
+    engines = ScriptedEngines(embedder, ScriptedChat(max_context=ROOMY))
     models = some_models(tmp_path_factory.mktemp("models"))
     async with served(models, engines, admin_key="sesame") as client:
         client.headers["authorization"] = "Bearer sesame"
@@ -215,7 +220,7 @@ async def test_what_is_refused_is_a_400_that_names_it(
 ) -> None:
     """Never an answer without it; TEI's status for it is 422."""
     answer = await client.post(path, json=body(path, field))
-    assert answer.status_code == (422 if path == "/v1/embed" else 400)
+    assert answer.status_code == (422 if path in ("/v1/embed", "/v1/embed_sparse") else 400)
     error = answer.json()["error"]
     has_param = isinstance(error, dict) and "param" in error
     assert error["param"] == field if has_param else f"'{field}'" in str(error)

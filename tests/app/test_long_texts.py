@@ -9,8 +9,8 @@ import pytest
 from benchmarks.loading import load_embedding
 from gateway.engine.device import Device
 from gateway.engine.embedding.engine import EmbeddingEngine
-from gateway.jobs import TokenIds, Vectors
-from gateway.serving.embedding.batcher import EmbeddingBatcher
+from gateway.jobs.embed import TextOutputs
+from gateway.serving.embedding.batcher import EmbeddingBatcher, TextRow
 from gateway.serving.embedding.policy import EmbeddingLimits
 from gateway.serving.lane import LEAST_TOKENS, Lane
 from gateway.serving.tokenize import ThreadPools
@@ -41,8 +41,8 @@ async def test_a_long_text_gives_the_lane_back_and_has_the_vector_of_one_pass(na
 
     seen: list[int] = []  # turns of others before each step
 
-    def in_steps(rows: Sequence[TokenIds]) -> Generator[Vectors | None]:
-        for result in engine.in_steps(rows):
+    def in_steps(rows: Sequence[TextRow]) -> Generator[list[TextOutputs] | None]:
+        for result in engine.in_steps([row.ids for row in rows], rows[0].outputs):
             seen.append(turns)
             yield result
 

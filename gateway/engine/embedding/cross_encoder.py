@@ -154,7 +154,13 @@ class CrossEncoderEngine(EncoderEngine):
 
     def in_steps(self, rows: Sequence[Pair]) -> Generator[Results | None]:
         """Yield None after each layer, and finally the logits; one pair's are those of `score`."""
-        return self._run_in_steps([row.ids for row in rows], self._starts(rows))
+        ids = [row.ids for row in rows]
+        for results in self._run_in_steps(ids, [self._finish], self._starts(rows)):
+            if results is None:
+                yield None
+            else:
+                self._check_results(results[0])
+                yield results[0]
 
     def _starts(self, rows: Sequence[Pair]) -> Sequence[int] | None:
         lead = self._template.lead

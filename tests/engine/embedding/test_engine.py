@@ -13,10 +13,12 @@ from benchmarks.loading import load_embedding
 from gateway.engine.device import Device
 from gateway.engine.embedding.engine import (
     ENCODERS,
-    SLICE_TOKENS,
     EmbeddingEngine,
-    bucket,
     open_encoder,
+)
+from gateway.engine.embedding.passes import (
+    SLICE_TOKENS,
+    bucket,
     slice_rows,
     worthwhile_threads,
 )
@@ -92,13 +94,13 @@ def test_a_row_in_steps_gets_the_same_bits(name: str, device: Device) -> None:
     """A step is a layer; a decoder's are taken out of mlx-lm's forward."""
     engine = load_embedding(GOLDEN / name, name="tiny", device=device)
     row = max(rows(engine), key=len)
-    *steps, vectors = engine.in_steps([row])
+    *steps, outputs = engine.in_steps([row], ["dense"])
     assert steps == [None] * len(steps)
     config = json.loads((GOLDEN / name / "config.json").read_bytes())
     layers = config.get("num_hidden_layers") or config.get("n_layer")
     assert len(steps) > layers
-    assert vectors is not None
-    assert np.array_equal(vectors, engine.embed([row]))
+    assert outputs is not None
+    assert np.array_equal([each.dense for each in outputs], engine.embed([row]))
 
 
 def test_a_row_that_is_left_in_the_middle_holds_no_memory() -> None:
@@ -106,7 +108,7 @@ def test_a_row_that_is_left_in_the_middle_holds_no_memory() -> None:
     engine.embed([[5] * 40])
     mx.clear_cache()
     held = mx.get_active_memory()
-    steps = engine.in_steps([[5] * 40])
+    steps = engine.in_steps([[5] * 40], ["dense"])
     next(steps)
     steps.close()
     assert mx.get_active_memory() <= held
@@ -115,7 +117,7 @@ def test_a_row_that_is_left_in_the_middle_holds_no_memory() -> None:
 def test_steps_refuse_what_a_pass_refuses() -> None:
     engine = golden("qwen3")
     with pytest.raises(BadRequest):
-        next(engine.in_steps([[]]))
+        next(engine.in_steps([[]], ["dense"]))
 
 
 def test_a_shortened_query_is_that_of_sentence_transformers() -> None:

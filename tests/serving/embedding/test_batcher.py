@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Collection, Generator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from gateway.errors import (
     Unavailable,
 )
 from gateway.jobs import TokenIds, Vectors
-from gateway.jobs.embed import EmbedJob
+from gateway.jobs.embed import EmbedJob, Output, TextOutputs
 from gateway.serving.admission import Arrivals
 from gateway.serving.lane import LEAST_TOKENS, START_TOKENS, Lane
 from tests.fakes import ScriptedEmbedder, caller, embed_job
@@ -379,8 +379,10 @@ async def test_a_client_who_leaves_ends_its_row_between_two_steps() -> None:
 class FailsLate(ScriptedEmbedder):
     """Fails in a long row's last step."""
 
-    def in_steps(self, rows: Sequence[TokenIds]) -> Generator[Vectors | None]:
-        yield from itertools.islice(super().in_steps(rows), self.steps)
+    def in_steps(
+        self, rows: Sequence[TokenIds], outputs: Collection[Output]
+    ) -> Generator[list[TextOutputs] | None]:
+        yield from itertools.islice(super().in_steps(rows, outputs), self.steps)
         raise RuntimeError("poisoned")
 
 
