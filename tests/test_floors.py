@@ -142,13 +142,13 @@ INSIDE: dict[str, dict[str, set[str]]] = {
 # shrinks lowers its budget; only the commit that says why raises one.
 BUDGET: dict[str, int] = {
     "__main__": 8,
-    "api": 3084,
+    "api": 3087,
     "app": 1636,
     "bench": 306,
     "cli": 2285,
     "clock": 42,
     "doctor": 527,
-    "engine": 16863,
+    "engine": 16865,
     "errors": 269,
     "ids": 6,
     "jobs": 370,
@@ -157,7 +157,7 @@ BUDGET: dict[str, int] = {
     "panics": 21,
     "registry": 1341,
     "server": 296,
-    "serving": 4946,
+    "serving": 4951,
     "settings": 372,
     "wire": 4228,
 }
