@@ -158,7 +158,7 @@ async def _embedded(
         raise BadRequest(
             f"The answer would have up to {nbytes} bytes, and may have {max_bytes}: "
             "send fewer texts at once.",
-            part="prompt",
+            param=asked.params["prompt"],
         )
     unread.count_answer(nbytes)
     headers = ignored_header(parsed.ignored)
