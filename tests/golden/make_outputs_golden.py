@@ -13,8 +13,36 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from make_golden import HERE, ROBERTA_TOKENIZER, SEED, TEXTS
-from transformers import AutoModel, AutoTokenizer
+from make_golden import (
+    BERT_SPECIAL,
+    BERT_TOKENIZER,
+    HERE,
+    MODERNBERT_SIZE,
+    MODERNBERT_TOKENIZER,
+    ROBERTA_SIZE,
+    ROBERTA_TOKENIZER,
+    SEED,
+    SIZE,
+    TEXTS,
+    byte_level,
+    framed,
+    save,
+    unigram,
+    word_piece,
+)
+from sentence_transformers import SparseEncoder
+from sentence_transformers.base.modules import Transformer
+from sentence_transformers.sparse_encoder.modules import SpladePooling
+from transformers import (
+    AutoModel,
+    AutoTokenizer,
+    BertConfig,
+    BertForMaskedLM,
+    ModernBertConfig,
+    ModernBertForMaskedLM,
+    XLMRobertaConfig,
+    XLMRobertaForMaskedLM,
+)
 
 FEW = TEXTS[:10] + TEXTS[28:31]
 
@@ -70,8 +98,48 @@ def bge_m3() -> None:
     save_vectors(folder, "tokens.npz", vectors)
 
 
+def splade(name, net, tokenizer, tokenizer_config, **pooling) -> None:
+    """A SparseEncoder."""
+
+    def load(plain: str) -> SparseEncoder:
+        transformer = Transformer(plain, transformer_task="fill-mask", max_seq_length=48)
+        parts = [transformer, SpladePooling(**pooling)]
+        return SparseEncoder(modules=parts, device="cpu")
+
+    folder = save(name, net, tokenizer, tokenizer_config, load)
+    model = SparseEncoder(str(folder), device="cpu")
+    rows = []
+    for text in FEW:
+        row = model.encode(text, convert_to_sparse_tensor=False)
+        rows.append({int(i): float(row[i]) for i in np.flatnonzero(row)})
+    save_sparse(folder, rows)
+
+
+def splades() -> None:
+    """Each family's head, both poolings and both activations."""
+    tokenizer = framed(word_piece(), "[CLS] $A [SEP]")
+    size = {**SIZE, "vocab_size": tokenizer.get_vocab_size()}
+    net = BertForMaskedLM(BertConfig(**size, max_position_embeddings=64))
+    splade("splade-bert", net, tokenizer, BERT_TOKENIZER, pooling_strategy="max")
+    tokenizer = framed(unigram(), "<s> $A </s>")
+    config = XLMRobertaConfig(vocab_size=tokenizer.get_vocab_size(), **ROBERTA_SIZE)
+    splade(
+        *("splade-xlm-roberta", XLMRobertaForMaskedLM(config), tokenizer, ROBERTA_TOKENIZER),
+        pooling_strategy="sum",
+    )
+    tokenizer = framed(byte_level(BERT_SPECIAL), "[CLS] $A [SEP]")
+    size = {**MODERNBERT_SIZE, "vocab_size": tokenizer.get_vocab_size()}
+    net = ModernBertForMaskedLM(ModernBertConfig(**size))
+    splade(
+        *("splade-modernbert", net, tokenizer, MODERNBERT_TOKENIZER),
+        pooling_strategy="max",
+        activation_function="log1p_relu",
+    )
+
+
 def main() -> None:
     bge_m3()
+    splades()
 
 
 if __name__ == "__main__":

@@ -25,7 +25,12 @@ from gateway.engine.device import (
 )
 from gateway.engine.embedding.bert import Bert, Roberta, arrays_of
 from gateway.engine.embedding.modernbert import ModernBert
-from gateway.engine.embedding.outputs import Head, TokenVectors, open_m3_heads, special_ids
+from gateway.engine.embedding.outputs import (
+    Head,
+    TokenVectors,
+    open_m3_heads,
+    open_splade,
+)
 from gateway.engine.embedding.passes import bucket, in_step, slice_rows, worthwhile_threads
 from gateway.engine.embedding.pooling import (
     Projection,
@@ -51,6 +56,7 @@ if TYPE_CHECKING:
 
 # Values of transformer_task and module_output_name.
 _TASK: Final = ("feature-extraction", "token_embeddings")
+_SPLADE_TASK: Final = ("fill-mask", "token_embeddings")
 
 Results = npt.NDArray[np.float32]
 # Maps the last hidden states, the rows' numbers of tokens and the mask to float32 results.
@@ -300,8 +306,14 @@ def read_embedding_context(
 ) -> int:
     """Return the `max_tokens` of a folder's engine. Raises ModelLoadFailed."""
     checkpoint = Checkpoint(folder.name, folder)
-    inner = checkpoint.inside(read_recipe(checkpoint, pooling, normalize).transformer)
-    return read_encoder_context(inner, read_transformer_settings(inner, *_TASK), max_context)
+    recipe = read_recipe(checkpoint, pooling, normalize)
+    inner = checkpoint.inside(recipe.transformer)
+    return read_encoder_context(inner, _read_settings(inner, recipe), max_context)
+
+
+def _read_settings(inner: Checkpoint, recipe: Recipe) -> dict[str, Any]:
+    task = _SPLADE_TASK if recipe.pooling == "splade" else _TASK
+    return read_transformer_settings(inner, *task)
 
 
 class EmbeddingEngine(EncoderEngine):
@@ -326,7 +338,9 @@ class EmbeddingEngine(EncoderEngine):
         super().__init__(name, encoder, device=device, max_tokens=max_tokens)
         self.tokenizer = tokenizer
         self.has_patterns = tokenizer.has_patterns
-        self.dimensions = encoder.dimensions
+        self.dimensions = 0  # no dense vector
+        if recipe.pooling != "splade":
+            self.dimensions = encoder.dimensions
         if projections:
             self.dimensions = int(projections[-1].dense.weight.shape[1])
         self.prompts = prompts
@@ -334,7 +348,8 @@ class EmbeddingEngine(EncoderEngine):
         self._recipe = recipe
         self._projections = projections
         self._heads = dict(heads or {})
-        self.outputs: tuple[Output, ...] = ("dense", *self._heads)
+        dense: tuple[Output, ...] = ("dense",) if self.dimensions else ()
+        self.outputs: tuple[Output, ...] = (*dense, *self._heads)
         vectors = self._heads.get("multi_vector")
         self.token_dimensions = vectors.dimensions if isinstance(vectors, TokenVectors) else 0
 
@@ -372,6 +387,9 @@ class EmbeddingEngine(EncoderEngine):
         Raises ContextLengthExceeded, BadRequest, or EngineFailed for a vector that is zero or not
         finite.
         """
+        if not self.dimensions:
+            outputs = join_names(self.outputs)
+            raise BadRequest(f"`{self.name}` gives no dense vectors: its output is {outputs}.")
         return self._run(rows, self.dimensions)
 
     def embed_outputs(
@@ -433,14 +451,20 @@ def load_embedding_in_steps(
     recipe = read_recipe(checkpoint, pooling, normalize)
     inner = checkpoint.inside(recipe.transformer)
     saved = checkpoint.read_object("config_sentence_transformers.json")
-    limits = read_transformer_settings(inner, *_TASK)
+    limits = _read_settings(inner, recipe)
     tokenizer = load_text_tokenizer(inner, lower_case=bool(limits.get("do_lower_case")))
     yield None
     if (inner.folder / "adapter_config.json").is_file():
         raise inner.failed("its folder has a LoRA adapter, which is not added to embedding models")
-    encoder = open_encoder(inner, inner.read_object("config.json"), device, dtype)
+    config = inner.read_object("config.json")
+    encoder = open_encoder(inner, config, device, dtype)
     projections = read_projections(checkpoint, recipe, encoder.dimensions)
-    heads = open_m3_heads(inner, encoder.dimensions, lambda: special_ids(inner, tokenizer.token_id))
+    heads: dict[Output, Head] = {}
+    if recipe.pooling == "splade":
+        said = {} if recipe.head is None else checkpoint.inside(recipe.head).config()
+        heads["sparse"] = open_splade(inner, config, said, device, encoder)
+    else:
+        heads = open_m3_heads(inner, encoder.dimensions, tokenizer.token_id)
     parts = [*projections, *heads.values()]
     yield from read_in_slices(inner, [*encoder.parameters(), *arrays_of(parts)])
     # Decoder isn't imported here: mlx-lm takes a second to import.

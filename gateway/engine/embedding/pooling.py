@@ -24,7 +24,12 @@ _ACTIVATIONS: Final[Mapping[str, Activation]] = {
     "torch.nn.modules.linear.Identity": lambda x: x,
     "torch.nn.modules.activation.Tanh": mx.tanh,
 }
-Mode = Literal["mean", "cls", "last"]
+_ORDER: Final = "(Transformer( Pooling( Dense)*( Normalize)?)?)?|(MLM)?Transformer SpladePooling"
+_MODULES: Final = (
+    *("Transformer", "Pooling", "Dense", "Normalize"),
+    *("MLMTransformer", "SpladePooling"),
+)
+Mode = Literal["mean", "cls", "last", "splade"]
 _MODES: Final = {"mean": "mean", "cls": "cls", "lasttoken": "last"}
 # sentence-transformers before version 6 had a boolean for each mode.
 _OLD_KEYS: Final = {
@@ -45,14 +50,21 @@ class Recipe:
     pooling: Mode
     normalize: bool
     dense: Sequence[str] = ()  # subfolders of the linear layers after the pooling
+    head: str | None = None  # the subfolder of SPLADE's pooling
 
 
 def read_recipe(checkpoint: Checkpoint, pooling: str | None, normalize: bool | None) -> Recipe:
     """Read the recipe; `pooling` and `normalize` override the files. Raises ModelLoadFailed."""
     if pooling is not None and pooling not in get_args(Mode):
-        raise checkpoint.failed(f"`pooling:` in models.yaml is `{pooling}`, not mean, cls or last")
+        raise checkpoint.failed(
+            f"`pooling:` in models.yaml is `{pooling}`, not mean, cls, last or splade"
+        )
     modules = _modules(checkpoint)
     paths = dict(modules)
+    if "SpladePooling" in paths and pooling in (None, "splade"):
+        return Recipe(modules[0][1], "splade", False, head=paths["SpladePooling"])
+    if pooling == "splade" and not modules:
+        return Recipe("", "splade", False)
     if pooling is None and "Pooling" in paths:
         pooling = _read_pooling(checkpoint.inside(paths["Pooling"]))
     if normalize is None and paths:
@@ -60,7 +72,7 @@ def read_recipe(checkpoint: Checkpoint, pooling: str | None, normalize: bool | N
     if pooling is None:
         raise checkpoint.failed(
             "its folder does not say how token vectors become one vector: "
-            "set `pooling:` (mean, cls or last) in models.yaml"
+            "set `pooling:` (mean, cls, last or splade) in models.yaml"
         )
     if normalize is None:
         raise checkpoint.failed(
@@ -82,10 +94,10 @@ def weight_folders(
 def _modules(checkpoint: Checkpoint) -> list[tuple[str, str]]:
     modules = checkpoint.read_modules() or []
     names = [name for name, _ in modules]
-    unknown = [n for n in names if n not in ("Transformer", "Pooling", "Dense", "Normalize")]
+    unknown = [name for name in names if name not in _MODULES]
     if unknown:
         raise checkpoint.failed(f"modules.json lists unsupported modules: {join_names(unknown)}")
-    if not re.fullmatch("(Transformer( Pooling( Dense)*( Normalize)?)?)?", " ".join(names)):
+    if not re.fullmatch(_ORDER, " ".join(names)):
         raise checkpoint.failed(f"modules.json lists modules in no known order: {', '.join(names)}")
     for name, path in modules:
         config = checkpoint.inside(path).read_object("config.json")

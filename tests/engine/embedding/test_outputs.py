@@ -9,11 +9,12 @@ import pytest
 
 from benchmarks.loading import load_embedding
 from gateway.engine.device import Device
+from gateway.engine.embedding import outputs
 from gateway.engine.embedding.bert import arrays_of
 from gateway.engine.embedding.engine import EmbeddingEngine
 from gateway.engine.embedding.outputs import heads_bytes
 from gateway.engine.models.checkpoint import Checkpoint
-from gateway.errors import EngineFailed, ModelLoadFailed
+from gateway.errors import BadRequest, EngineFailed, ModelLoadFailed
 from gateway.jobs.embed import Output, TextOutputs
 from tests.engine.embedding.harness import GOLDEN, TEXTS, rewrite, tiny
 
@@ -37,7 +38,8 @@ def require_sparse(found: list[TextOutputs], folder: Path) -> None:
         assert text.sparse.ids.dtype == np.int32
         assert text.sparse.weights.dtype == np.float32
         assert text.sparse.ids.tolist() == ids
-        assert np.allclose(text.sparse.weights, weights, rtol=0, atol=1e-5)
+        # Sums over a text exceed 50, where floats are 4e-6 apart.
+        assert np.allclose(text.sparse.weights, weights, rtol=1e-6, atol=1e-5)
 
 
 def require_vectors(found: list[TextOutputs], file: Path) -> None:
@@ -174,3 +176,80 @@ def test_the_estimate_of_memory_counts_the_heads() -> None:
     assert held == 4 * (33 + 24 * 33)
     assert held <= heads_bytes(Checkpoint("it", GOLDEN / "bge-m3")) <= 5 * held
     assert heads_bytes(Checkpoint("it", GOLDEN / "bert")) == 0
+
+
+SPLADES = ["splade-bert", "splade-xlm-roberta", "splade-modernbert"]
+
+
+@pytest.mark.parametrize("device", [Device.CPU, Device.METAL])
+@pytest.mark.parametrize("name", SPLADES)
+def test_splade_gives_the_weights_of_sentence_transformers(name: str, device: Device) -> None:
+    engine = load(GOLDEN / name, device)
+    assert engine.outputs == ("sparse",)
+    assert (engine.dimensions, engine.token_dimensions) == (0, 0)
+    require_sparse(engine.embed_outputs(rows_of(engine), ["sparse"]), GOLDEN / name)
+
+
+@pytest.mark.parametrize("name", SPLADES)
+def test_logits_computed_in_slices_give_the_same_weights(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outputs, "SLICE_LOGITS", 1000)  # some three tokens of a row
+    engine = load(GOLDEN / name)
+    require_sparse(engine.embed_outputs(rows_of(engine), ["sparse"]), GOLDEN / name)
+    for row in rows_of(engine)[:4]:
+        [alone] = engine.embed_outputs([row], ["sparse"])
+        [_, beside] = engine.embed_outputs([[2] * 30, row], ["sparse"])
+        require_equal(alone, beside)
+
+
+def test_splade_has_no_dense_vector() -> None:
+    engine = load(GOLDEN / "splade-bert")
+    with pytest.raises(BadRequest, match="`tiny` gives no dense vectors: its output is sparse"):
+        engine.embed([[2, 9, 3]])
+    assert engine.nbytes() >= (GOLDEN / "splade-bert" / "model.safetensors").stat().st_size * 0.9
+    engine.probe()
+
+
+def test_a_folder_of_a_masked_model_alone_is_splade_if_models_yaml_says_so(tmp_path: Path) -> None:
+    """As sentence-transformers' SparseEncoder takes naver's first folders: the largest weight."""
+    folder = tiny(tmp_path, "splade-bert")
+    for name in ("modules.json", "config_sentence_transformers.json"):
+        (folder / name).unlink()
+    with pytest.raises(ModelLoadFailed, match=r"set `pooling:` \(mean, cls, last or splade\)"):
+        load(folder)
+    engine = load(folder, pooling="splade")
+    require_sparse(engine.embed_outputs(rows_of(engine), ["sparse"]), GOLDEN / "splade-bert")
+
+
+@pytest.mark.parametrize(
+    ("file", "changes", "reason"),
+    [
+        ("1_SpladePooling/config.json", {"pooling_strategy": "mean"}, "pooling_strategy 'mean'"),
+        ("1_SpladePooling/config.json", {"activation_function": "x"}, "activation_function 'x'"),
+        ("sentence_bert_config.json", {"transformer_task": "retrieval"}, "transformer_task"),
+        ("config.json", {"hidden_act": "x"}, "hidden_act `x`"),
+        ("config.json", {"tie_word_embeddings": False}, "missing: cls.predictions.decoder.weight"),
+    ],
+)
+def test_a_splade_that_would_be_computed_wrongly_is_refused(
+    tmp_path: Path, file: str, changes: dict[str, Any], reason: str
+) -> None:
+    folder = tiny(tmp_path, "splade-bert")
+    rewrite(folder / file, **changes)
+    with pytest.raises(ModelLoadFailed, match=reason):
+        load(folder)
+
+
+def test_splade_on_an_encoder_without_such_a_head_is_refused(tmp_path: Path) -> None:
+    for name, architecture in (("nomic-bert", "nomic_bert"), ("qwen3", "qwen3")):
+        folder = tiny(tmp_path, name)
+        (folder / "modules.json").unlink()
+        (folder / "sentence_bert_config.json").unlink()
+        with pytest.raises(ModelLoadFailed, match=f"SPLADE of the architecture `{architecture}`"):
+            load(folder, pooling="splade")
+    folder = tiny(tmp_path, "bert")
+    (folder / "modules.json").unlink()
+    (folder / "sentence_bert_config.json").unlink()
+    with pytest.raises(ModelLoadFailed, match=r"weights are missing: cls\.predictions"):
+        load(folder, pooling="splade")
