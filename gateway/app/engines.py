@@ -33,7 +33,7 @@ from gateway.engine.device import (
 )
 from gateway.engine.device_faults import classify
 from gateway.engine.embedding.cross_encoder import find_transformer, load_cross_encoder_in_steps
-from gateway.engine.embedding.engine import load_embedding_in_steps
+from gateway.engine.embedding.loading import load_embedding_in_steps
 from gateway.engine.embedding.outputs import heads_bytes
 from gateway.engine.embedding.pooling import weight_folders
 from gateway.engine.hub import Hub, ask_hub, download, fetched_bytes, free_bytes, on_disk

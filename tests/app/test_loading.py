@@ -78,7 +78,7 @@ async def test_a_load_that_takes_longer_than_requests_wait_is_not_ready_before_i
     ("imports", "absent"),
     [
         ("gateway.app.gateway, gateway.app.engines", "mlx_lm transformers outlines llguidance"),
-        ("gateway.engine.embedding.engine", "mlx_lm transformers"),
+        ("gateway.engine.embedding.loading", "mlx_lm transformers"),
     ],
 )
 def test_what_only_some_models_need_is_not_imported_before_one_does(

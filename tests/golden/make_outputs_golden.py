@@ -30,16 +30,21 @@ from make_golden import (
     unigram,
     word_piece,
 )
-from sentence_transformers import SparseEncoder
-from sentence_transformers.base.modules import Transformer
+from safetensors.torch import load_file, save_file
+from sentence_transformers import MultiVectorEncoder, SparseEncoder
+from sentence_transformers.base.modules import Dense, Transformer
+from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
+from sentence_transformers.sentence_transformer.modules import Normalize
 from sentence_transformers.sparse_encoder.modules import SpladePooling
 from transformers import (
     AutoModel,
     AutoTokenizer,
     BertConfig,
     BertForMaskedLM,
+    BertModel,
     ModernBertConfig,
     ModernBertForMaskedLM,
+    ModernBertModel,
     XLMRobertaConfig,
     XLMRobertaForMaskedLM,
 )
@@ -137,9 +142,107 @@ def splades() -> None:
     )
 
 
+def colbert(name, net, tokenizer, tokenizer_config, mask=None, prompts=None, **settings) -> Path:
+    """A MultiVectorEncoder."""
+    torch.manual_seed(SEED)
+    dense = Dense(
+        32,
+        16,
+        bias=False,
+        activation_function=torch.nn.Identity(),
+        module_input_name="token_embeddings",
+    )
+
+    def load(plain: str) -> MultiVectorEncoder:
+        ends = [MultiVectorMask(mask), Normalize(module_input_name="token_embeddings")]
+        parts = [Transformer(plain, **settings), dense, *ends]
+        return MultiVectorEncoder(modules=parts, prompts=prompts, device="cpu")
+
+    return save(name, net, tokenizer, tokenizer_config, load)
+
+
+def save_roles(folder: Path) -> None:
+    """Write the vectors of documents and of queries."""
+    model = MultiVectorEncoder(str(folder), device="cpu")
+    for role, encode in (("documents", model.encode_document), ("queries", model.encode_query)):
+        vectors = [encode([text])[0] for text in FEW]
+        save_vectors(folder, f"{role}.npz", [np.asarray(one) for one in vectors])
+
+
+def colberts() -> None:
+    """The formats of sentence-transformers, PyLate and colbert-ir.
+
+    sentence-transformers reads the others' with its own classes, and says that it equals them.
+    """
+    tokenizer = framed(word_piece(), "[CLS] $A [SEP]")
+    size = {**SIZE, "vocab_size": tokenizer.get_vocab_size()}
+    net = BertModel(BertConfig(**size, max_position_embeddings=64), add_pooling_layer=False)
+    expansion = {"strategy": "fixed", "attend": True, "length": 12}
+    folder = colbert(
+        *("colbert-bert", net, tokenizer, BERT_TOKENIZER, [".", ",", "?"]),
+        prompts={"query": "q: ", "document": "d: "},
+        document_length=40,
+        query_expansion=expansion,
+    )
+    save_roles(folder)
+    tokenizer = framed(byte_level(BERT_SPECIAL), "[CLS] $A [SEP]")
+    tokenizer.add_tokens(["[Q] ", "[D] "])
+    size = {**MODERNBERT_SIZE, "vocab_size": tokenizer.get_vocab_size()}
+    net = ModernBertModel(ModernBertConfig(**size))
+    folder = colbert("colbert-pylate", net, tokenizer, MODERNBERT_TOKENIZER)
+    modules = json.loads((folder / "modules.json").read_text())[:2]
+    modules[1]["type"] = "pylate.models.Dense.Dense"
+    (folder / "modules.json").write_text(json.dumps(modules))
+    for part in ("2_MultiVectorMask", "3_Normalize"):
+        shutil.rmtree(folder / part)
+    dense = json.loads((folder / "1_Dense" / "config.json").read_text())
+    dense = {k: v for k, v in dense.items() if not k.startswith("module_")}
+    (folder / "1_Dense" / "config.json").write_text(json.dumps(dense))
+    settings = {
+        "model_type": "ColBERT",
+        "prompts": {},
+        "query_prefix": "[Q] ",
+        "document_prefix": "[D] ",
+        "query_length": 8,
+        "document_length": 50,
+        "attend_to_expansion_tokens": False,
+        "skiplist_words": [".", ",", "a"],
+        "do_query_expansion": True,
+    }
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(settings))
+    (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 49}))
+    save_roles(folder)
+    pieces = word_piece()
+    pieces.add_tokens(["[unused0]", "[unused1]"])
+    tokenizer = framed(pieces, "[CLS] $A [SEP]")
+    size = {**SIZE, "vocab_size": tokenizer.get_vocab_size()}
+    net = BertModel(BertConfig(**size, max_position_embeddings=64), add_pooling_layer=False)
+    folder = colbert("colbert-stanford", net, tokenizer, BERT_TOKENIZER)
+    weights = {f"bert.{k}": v for k, v in load_file(folder / "model.safetensors").items()}
+    weights["linear.weight"] = load_file(folder / "1_Dense" / "model.safetensors")["linear.weight"]
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text()) | {"architectures": ["HF_ColBERT"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    for part in ("1_Dense", "2_MultiVectorMask", "3_Normalize"):
+        shutil.rmtree(folder / part)
+    for file in ("modules.json", "config_sentence_transformers.json", "sentence_bert_config.json"):
+        (folder / file).unlink()
+    metadata = {
+        "query_token_id": "[unused0]",
+        "doc_token_id": "[unused1]",
+        "query_maxlen": 16,
+        "doc_maxlen": 40,
+        "attend_to_mask_tokens": False,
+        "mask_punctuation": True,
+    }
+    (folder / "artifact.metadata").write_text(json.dumps(metadata))
+    save_roles(folder)
+
+
 def main() -> None:
     bge_m3()
     splades()
+    colberts()
 
 
 if __name__ == "__main__":

@@ -152,6 +152,7 @@ IGNORED: Final = (
     "cls.",
     "lm_head.",
     "classifier.",
+    "linear.",
 )
 
 

@@ -2,11 +2,10 @@
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from importlib.metadata import version
 from itertools import islice
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol
 
 import mlx.core as mx
@@ -24,26 +23,25 @@ from gateway.engine.device import (
     single_threaded_blas,
 )
 from gateway.engine.embedding.bert import Bert, Roberta, arrays_of
+from gateway.engine.embedding.colbert import (
+    MarkedTokenizer,
+)
 from gateway.engine.embedding.modernbert import ModernBert
 from gateway.engine.embedding.outputs import (
     Head,
     TokenVectors,
-    open_m3_heads,
-    open_splade,
 )
 from gateway.engine.embedding.passes import bucket, in_step, slice_rows, worthwhile_threads
 from gateway.engine.embedding.pooling import (
     Projection,
     Recipe,
     pool,
-    read_projections,
-    read_recipe,
     shorten,
     unit,
 )
 from gateway.engine.embedding.rotary_bert import Gte, JinaV3, NomicBert
-from gateway.engine.embedding.tokenizer import TextTokenizer, load_text_tokenizer
-from gateway.engine.models.checkpoint import Checkpoint, read_in_slices
+from gateway.engine.embedding.tokenizer import TextTokenizer
+from gateway.engine.models.checkpoint import Checkpoint
 from gateway.engine.models.context import text_context
 from gateway.engine.models.folder import join_names
 from gateway.errors import BadRequest, ContextLengthExceeded, EngineFailed
@@ -52,11 +50,6 @@ from gateway.jobs.embed import Output, SparseVector, TextOutputs
 
 if TYPE_CHECKING:
     from gateway.engine.embedding.decoder import Decoder
-    from gateway.engine.models.missing_kernels import Report
-
-# Values of transformer_task and module_output_name.
-_TASK: Final = ("feature-extraction", "token_embeddings")
-_SPLADE_TASK: Final = ("fill-mask", "token_embeddings")
 
 Results = npt.NDArray[np.float32]
 # Maps the last hidden states, the rows' numbers of tokens and the mask to float32 results.
@@ -201,14 +194,19 @@ class EncoderEngine(ABC):
         padded = np.full((len(rows), width), self._encoder.padding_id, dtype=np.int32)
         for index, row in enumerate(rows):
             padded[index, : len(row)] = row
-        counts = mx.array(lengths, dtype=mx.int32)
+        seen = [self._attended(row) for row in rows]
+        counts = mx.array(seen, dtype=mx.int32)
         columns = mx.arange(width)[None]
-        mask = columns < counts[:, None] if min(lengths) < width else None
+        mask = columns < counts[:, None] if min(seen) < width else None
         types = None if starts is None else columns >= mx.array(list(starts))[:, None]
         for hidden in self._encoder(mx.array(padded), mask, types):
             yield hidden
         for finish in finishes:
             yield finish(hidden, counts, mask)
+
+    def _attended(self, ids: Sequence[int]) -> int:
+        """Return how many of a row's first tokens the others see."""
+        return len(ids)
 
     def _check(self, rows: Sequence[Sequence[int]]) -> None:
         # mlx would read outside the embeddings: it does not check bounds.
@@ -261,7 +259,9 @@ def _find_decoder(checkpoint: Checkpoint, kind: str) -> "type[Decoder]":
     return Decoder
 
 
-def read_transformer_settings(checkpoint: Checkpoint, task: str, output: str) -> dict[str, Any]:
+def read_transformer_settings(
+    checkpoint: Checkpoint, task: str, output: str, *, is_colbert: bool = False
+) -> dict[str, Any]:
     """Read sentence_bert_config.json, or its older names, and refuse unsupported values."""
     files = sorted(path.name for path in checkpoint.folder.glob("sentence_*_config.json"))
     settings = checkpoint.read_object(files[0]) if files else {}
@@ -271,7 +271,7 @@ def read_transformer_settings(checkpoint: Checkpoint, task: str, output: str) ->
         ("processing_kwargs", (None, {})),
         ("query_expansion", (None,)),
     ):
-        if settings.get(key) not in served:
+        if settings.get(key) not in served and not (is_colbert and key == "query_expansion"):
             raise checkpoint.failed(f"{files[0]}: {key} {settings[key]} is not supported")
     return settings
 
@@ -301,21 +301,6 @@ def read_encoder_context(folder: Checkpoint, limits: Mapping[str, Any], asked: i
     return read_max_tokens(folder, positions, limits, asked)
 
 
-def read_embedding_context(
-    folder: Path, max_context: int | None, pooling: str | None, normalize: bool | None
-) -> int:
-    """Return the `max_tokens` of a folder's engine. Raises ModelLoadFailed."""
-    checkpoint = Checkpoint(folder.name, folder)
-    recipe = read_recipe(checkpoint, pooling, normalize)
-    inner = checkpoint.inside(recipe.transformer)
-    return read_encoder_context(inner, _read_settings(inner, recipe), max_context)
-
-
-def _read_settings(inner: Checkpoint, recipe: Recipe) -> dict[str, Any]:
-    task = _SPLADE_TASK if recipe.pooling == "splade" else _TASK
-    return read_transformer_settings(inner, *task)
-
-
 class EmbeddingEngine(EncoderEngine):
     """A loaded embedding model. Only its tokenization is safe on any thread."""
 
@@ -325,7 +310,7 @@ class EmbeddingEngine(EncoderEngine):
         self,
         name: str,
         encoder: Encoder,
-        tokenizer: TextTokenizer,
+        tokenizer: TextTokenizer | MarkedTokenizer,
         recipe: Recipe,
         projections: Sequence[Projection] = (),
         heads: Mapping[Output, Head] | None = None,
@@ -339,7 +324,7 @@ class EmbeddingEngine(EncoderEngine):
         self.tokenizer = tokenizer
         self.has_patterns = tokenizer.has_patterns
         self.dimensions = 0  # no dense vector
-        if recipe.pooling != "splade":
+        if recipe.pooling not in ("splade", "tokens"):
             self.dimensions = encoder.dimensions
         if projections:
             self.dimensions = int(projections[-1].dense.weight.shape[1])
@@ -367,7 +352,10 @@ class EmbeddingEngine(EncoderEngine):
 
     def encode_query(self, texts: Sequence[str]) -> list[list[int]]:
         """Return queries' token ids, which are other than documents' for ColBERT alone."""
-        return self.tokenizer.encode(texts)
+        return self.tokenizer.encode_query(texts)
+
+    def _attended(self, ids: Sequence[int]) -> int:
+        return self.tokenizer.attended(ids)
 
     def encode_start(self, texts: Sequence[str]) -> list[list[int]]:
         """Return each text's ids, but of a long text only as many as `truncate` needs."""
@@ -427,58 +415,3 @@ class EmbeddingEngine(EncoderEngine):
         if self._recipe.normalize:
             return unit(vectors)
         return vectors
-
-
-def load_embedding_in_steps(
-    folder: Path,
-    *,
-    name: str,
-    device: Device,
-    dtype: str | None = None,
-    pooling: str | None = None,
-    normalize: bool | None = None,
-    max_context: int | None = None,
-    prompts: Mapping[str, str] | None = None,
-    report: "Report | None" = None,
-) -> Generator[EmbeddingEngine | None]:
-    """Load an embedding model from a folder of safetensors; the last step yields the engine.
-
-    `pooling` (mean, cls, last), `normalize` and non-empty `prompts` override the folder's settings.
-    `max_context` can only lower the model's limit. `report` is called with quantized weights that
-    the device has no kernel for. Raises ModelLoadFailed.
-    """
-    checkpoint = Checkpoint(name, folder)
-    recipe = read_recipe(checkpoint, pooling, normalize)
-    inner = checkpoint.inside(recipe.transformer)
-    saved = checkpoint.read_object("config_sentence_transformers.json")
-    limits = _read_settings(inner, recipe)
-    tokenizer = load_text_tokenizer(inner, lower_case=bool(limits.get("do_lower_case")))
-    yield None
-    if (inner.folder / "adapter_config.json").is_file():
-        raise inner.failed("its folder has a LoRA adapter, which is not added to embedding models")
-    config = inner.read_object("config.json")
-    encoder = open_encoder(inner, config, device, dtype)
-    projections = read_projections(checkpoint, recipe, encoder.dimensions)
-    heads: dict[Output, Head] = {}
-    if recipe.pooling == "splade":
-        said = {} if recipe.head is None else checkpoint.inside(recipe.head).config()
-        heads["sparse"] = open_splade(inner, config, said, device, encoder)
-    else:
-        heads = open_m3_heads(inner, encoder.dimensions, tokenizer.token_id)
-    parts = [*projections, *heads.values()]
-    yield from read_in_slices(inner, [*encoder.parameters(), *arrays_of(parts)])
-    # Decoder isn't imported here: mlx-lm takes a second to import.
-    if hasattr(encoder, "replace_missing"):
-        yield from encoder.replace_missing(name, device, report)
-    yield EmbeddingEngine(
-        name,
-        encoder,
-        tokenizer,
-        recipe,
-        projections,
-        heads,
-        device=device,
-        max_tokens=read_max_tokens(inner, encoder.max_tokens, limits, max_context),
-        prompts=prompts or {key: text or "" for key, text in (saved.get("prompts") or {}).items()},
-        default_prompt_name=saved.get("default_prompt_name"),
-    )

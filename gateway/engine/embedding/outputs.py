@@ -131,7 +131,7 @@ class VocabularyWeights:
     activation: Activation
     norm: Norm
     out: Dense
-    is_sum: bool  # of the tokens' weights, not the largest
+    is_sum: bool  # True: a text's weight is the sum of its tokens'. False: the largest
     logarithms: int
 
     def __call__(self, hidden: mx.array, counts: mx.array, mask: mx.array | None) -> mx.array:

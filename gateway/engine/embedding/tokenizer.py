@@ -34,6 +34,12 @@ class TextTokenizer:
     def controls(self) -> ControlTokens:
         return ControlTokens(self._tokenizer)
 
+    def encode_query(self, texts: Sequence[str]) -> list[list[int]]:
+        return self.encode(texts)
+
+    def attended(self, ids: Sequence[int]) -> int:
+        return len(ids)
+
     def token_id(self, text: str) -> int | None:
         return self._tokenizer.token_to_id(text)
 
