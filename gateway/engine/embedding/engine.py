@@ -49,6 +49,8 @@ if TYPE_CHECKING:
 SLICE_TOKENS: Final = 512
 # Multiply-adds that are worth a thread, which takes 0.4 ms to start.
 WORTH_A_THREAD: Final = 30_000_000
+# EmbeddingGemma 2's values of model_type, whole and of its text model.
+GEMMA2: Final = ("embedding_gemma2", "embedding_gemma2_text")
 # Values of transformer_task and module_output_name.
 _TASK: Final = ("feature-extraction", "token_embeddings")
 
@@ -276,8 +278,11 @@ def open_encoder(
 def _find_decoder(checkpoint: Checkpoint, kind: str) -> "type[Decoder]":
     with keep_file_limits():
         from gateway.engine.embedding.decoder import SAME_AS, Decoder
+        from gateway.engine.embedding.embedding_gemma2 import EmbeddingGemma2
         from gateway.engine.models.decoders import is_known  # mlx-lm takes a second to import
 
+    if kind in GEMMA2:
+        return EmbeddingGemma2
     if not is_known(SAME_AS.get(kind, kind)):
         raise checkpoint.failed(
             f"its architecture, `{kind}`, is not supported: encoders are {', '.join(ENCODERS)}, "
