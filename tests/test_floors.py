@@ -146,7 +146,7 @@ BUDGET: dict[str, int] = {
     "cli": 2266,
     "clock": 42,
     "doctor": 527,
-    "engine": 16178,
+    "engine": 16287,
     "errors": 269,
     "ids": 6,
     "jobs": 353,

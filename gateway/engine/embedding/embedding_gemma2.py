@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import inf, sqrt
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
@@ -27,16 +27,16 @@ from gateway.engine.models.decoders import open_decoder
 TEXT: Final = "embedding_gemma2_text"
 _SLIDING: Final = "sliding_attention"
 _FULL: Final = "full_attention"
-_GELU: Final = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")
+_GELU: Final = "gelu_pytorch_tanh"
 _TOWERS: Final = re.compile(r"(model\.)?(vision_tower|embed_vision|audio_tower|embed_audio)\.")
-# What stands around a name: a whole model's prefixes, and a part of each layer.
-_AROUND: Final = re.compile(r"^(model\.)?(language_model\.)?(model\.)?|(?<=\.)ple_block\.")
+# What stands around a name: a whole model's prefixes, and the module of per-layer inputs.
+_AROUND: Final = re.compile(r"^(model\.)?(language_model\.)?(model\.)?(ple\.)?|(?<=\.)ple_block\.")
 # Keys of tokens that stand for images and sound, with transformers' defaults.
 _MEDIA: Final = {"image_token_id": 258_880, "video_token_id": 258_884, "audio_token_id": 258_881}
-# What Gemma 4's layers can do and this model's don't.
+# Keys of Gemma 4's layers, with the values of this model's.
 _PLAIN: Final = {
-    **dict.fromkeys(("global_head_dim", "num_kv_shared_layers"), 0),
-    **dict.fromkeys(("attention_k_eq_v", "enable_moe_block", "use_double_wide_mlp"), False),
+    **dict.fromkeys(("global_head_dim", "num_kv_shared_layers", "rope_traditional"), False),
+    **dict.fromkeys(("attention_k_eq_v", "enable_moe_block"), False),
 }
 
 
@@ -44,78 +44,42 @@ _PLAIN: Final = {
 class TextArgs:
     """The settings that affect results."""
 
-    layers: tuple[Any, ...]  # mlx-lm's arguments of each layer
+    layers: list[Any]  # mlx-lm's arguments of each layer
     dimensions: int
     window: int  # the largest distance between tokens that see each other in sliding layers
     padding_id: int
-    media: tuple[int, ...]  # tokens that are read as padding
+    media: list[int]  # tokens that are read as padding
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> "TextArgs":
-        """Read config.json, of the whole model or of its text model. Raises ValueError."""
-        text = dict(text_config(config))
-        kind = text.setdefault("model_type", TEXT)
+        """Read config.json, of the whole model or of its text model."""
+        text = {"model_type": TEXT, **text_config(config)}
         complete(text)
-        if kind != TEXT or text["hidden_activation"] not in _GELU or text.get("attention_bias"):
-            names = ("model_type", "hidden_activation", "attention_bias")
-            stated = ", ".join(f"{name} {text.get(name)!r:.40}" for name in names)
+        types = text["layer_types"] = [*text["layer_types"][:-1], _FULL]  # as in transformers
+        served = {"model_type": TEXT, "hidden_activation": _GELU, "attention_bias": False}
+        wrong = {key for key, value in served.items() if text[key] != value}
+        wrong |= {"sliding_window"} if text["sliding_window"] < 0 else set()
+        if len(types) != text["num_hidden_layers"] or not {*types} <= {_SLIDING, _FULL}:
+            wrong.add("layer_types")
+        for kind in types:
+            rope = text["rope_parameters"].get(kind) or {}
+            if rope.get("rope_type") != "default" or not 0 < rope["rope_theta"] < inf:
+                wrong.add("rope_parameters")
+        wide = {int(index): own for index, own in text["per_layer_config"].items()}
+        if not {key for own in wide.values() for key in own} <= {"head_dim", "num_key_value_heads"}:
+            wrong.add("per_layer_config")
+        if wrong:
+            stated = ", ".join(f"{key} {text[key]!r:.80}" for key in sorted(wrong))
             raise ValueError(f"not supported in EmbeddingGemma 2: {stated}")
-        window = int(text["sliding_window"])
-        if window < 0:
-            raise ValueError(f"sliding_window is {window}, not from 0 on")
+        layers, make = [wide.get(i, {}) for i in range(len(types))], cast(Any, ModelArgs.from_dict)
         media = {**_MEDIA, **config} if config.get("model_type") != TEXT else {}
         return cls(
-            layers=tuple(_layers(text)),
+            layers=[make({**text, **_PLAIN, **own}) for own in layers],
             dimensions=int(text["embedding_dim"]),
-            window=window,
+            window=int(text["sliding_window"]),
             padding_id=int(text.get("pad_token_id") or 0),
-            media=tuple(int(media[key]) for key in _MEDIA if media.get(key) is not None),
+            media=[int(media[key]) for key in _MEDIA if media.get(key) is not None],
         )
-
-
-def _layers(text: Mapping[str, Any]) -> Iterator[Any]:
-    """Yield mlx-lm's arguments of each layer, by transformers' rules for the keys."""
-    count, every = int(text["num_hidden_layers"]), int(text.get("sliding_window_pattern", 6))
-    regular = [_FULL if index % every == 0 else _SLIDING for index in range(1, count + 1)]
-    types = list(text.get("layer_types") or regular)
-    if count < 1 or every < 1 or len(types) != count or not {*types} <= {_SLIDING, _FULL}:
-        raise ValueError(f"{count} layers cannot have the layer_types {types!r:.80}")
-    types[-1] = _FULL
-    for kind in {*types}:
-        rope = text["rope_parameters"][kind]
-        if rope.get("rope_type", "default") != "default" or not 0 < rope["rope_theta"] < inf:
-            raise ValueError(f"rope_parameters of {kind} are not supported: {rope!r:.80}")
-    wide = {
-        "head_dim": text.get("global_head_dim", 512),
-        "num_key_value_heads": text.get("num_global_key_value_heads", 1),
-    }
-    own = text.get("per_layer_config")
-    if own is None:
-        own = {index: wide for index, kind in enumerate(types) if kind == _FULL}
-    own = {int(index): changes for index, changes in own.items()}
-    for changes in own.values():
-        if not changes.keys() <= wide.keys():
-            raise ValueError(f"per_layer_config is not supported: {changes!r:.80}")
-    for index in range(count):
-        yield ModelArgs.from_dict({**text, **_PLAIN, "layer_types": types, **own.get(index, {})})
-
-
-class PerLayerInputs(Module):
-    """Maps embeddings, (…, width), to each layer's own input, (…, layers, own width)."""
-
-    def __init__(self, args: Any) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # its stub has no types
-        width, own = args.hidden_size, args.hidden_size_per_layer_input
-        self.per_layer_model_projection = Linear(width, args.num_hidden_layers * own, bias=False)
-        self.per_layer_projection_norm = RMSNorm(own, eps=args.rms_norm_eps)
-        self._shape = (args.num_hidden_layers, own)
-
-    def __call__(self, x: mx.array) -> mx.array:
-        projected = self.per_layer_model_projection(x) * x.shape[-1] ** -0.5
-        normed: mx.array = self.per_layer_projection_norm(
-            projected.reshape(*x.shape[:-1], *self._shape)
-        )
-        return normed
 
 
 class TextModel(Module):
@@ -123,13 +87,15 @@ class TextModel(Module):
 
     def __init__(self, args: TextArgs) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # its stub has no types
-        first = args.layers[0]
+        first, count = args.layers[0], len(args.layers)
+        width, own = first.hidden_size, first.hidden_size_per_layer_input
         self.args = args
-        self.embed_tokens = Embedding(first.vocab_size, first.hidden_size)
-        self.ple = PerLayerInputs(first)
+        self.embed_tokens = Embedding(first.vocab_size, width)
+        self.per_layer_model_projection = Linear(width, count * own, bias=False)
+        self.per_layer_projection_norm = RMSNorm(own, eps=first.rms_norm_eps)
         self.layers = [DecoderLayer(each, index) for index, each in enumerate(args.layers)]
-        self.norm = RMSNorm(first.hidden_size, eps=first.rms_norm_eps)
-        self.embedding_projection = Linear(first.hidden_size, args.dimensions, bias=False)
+        self.norm = RMSNorm(width, eps=first.rms_norm_eps)
+        self.embedding_projection = Linear(width, args.dimensions, bias=False)
 
     def sanitize(self, weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
         return {_AROUND.sub("", n): a for n, a in weights.items() if not _TOWERS.match(n)}
@@ -139,13 +105,12 @@ class TextModel(Module):
         for medium in self.args.media:
             tokens = mx.where(tokens == medium, self.args.padding_id, tokens)
         seen, length = BothWays(mask), tokens.shape[1]
-        masks = {
-            _SLIDING: seen.make_mask(length, window_size=2 * self.args.window),
-            _FULL: seen.make_mask(length),
-        }
+        near = seen.make_mask(length, window_size=2 * self.args.window)
+        masks = {_SLIDING: near, _FULL: seen.make_mask(length)}
         x: mx.array = self.embed_tokens(tokens)
         x = x * sqrt(x.shape[-1])
-        inputs = self.ple(x)
+        inputs = self.per_layer_model_projection(x) * x.shape[-1] ** -0.5
+        inputs = self.per_layer_projection_norm(inputs.reshape(*x.shape[:2], len(self.layers), -1))
         for index, layer in enumerate(self.layers):
             x, *_ = layer(x, masks[layer.layer_type], per_layer_input=inputs[:, :, index])
             yield x
@@ -174,7 +139,6 @@ class EmbeddingGemma2(Decoder):
 
 
 def _classes(config: dict[str, Any]) -> tuple[type[Module], type]:
-    packed = config.get("quantization")
-    if packed:
-        config["quantization"] = {_AROUND.sub("", key): value for key, value in packed.items()}
+    packed = config.get("quantization") or {}
+    config["quantization"] = {_AROUND.sub("", key): value for key, value in packed.items()} or None
     return TextModel, TextArgs

@@ -37,7 +37,7 @@ from gateway.engine.embedding.pooling import (
 from gateway.engine.embedding.rotary_bert import Gte, JinaV3, NomicBert
 from gateway.engine.embedding.tokenizer import TextTokenizer, load_text_tokenizer
 from gateway.engine.models.checkpoint import Checkpoint, read_in_slices
-from gateway.engine.models.context import text_context
+from gateway.engine.models.context import GEMMA2, text_context
 from gateway.engine.models.folder import join_names
 from gateway.errors import BadRequest, ContextLengthExceeded, EngineFailed
 
@@ -49,8 +49,6 @@ if TYPE_CHECKING:
 SLICE_TOKENS: Final = 512
 # Multiply-adds that are worth a thread, which takes 0.4 ms to start.
 WORTH_A_THREAD: Final = 30_000_000
-# EmbeddingGemma 2's values of model_type, whole and of its text model.
-GEMMA2: Final = ("embedding_gemma2", "embedding_gemma2_text")
 # Values of transformer_task and module_output_name.
 _TASK: Final = ("feature-extraction", "token_embeddings")
 
@@ -281,14 +279,12 @@ def _find_decoder(checkpoint: Checkpoint, kind: str) -> "type[Decoder]":
         from gateway.engine.embedding.embedding_gemma2 import EmbeddingGemma2
         from gateway.engine.models.decoders import is_known  # mlx-lm takes a second to import
 
-    if kind in GEMMA2:
-        return EmbeddingGemma2
-    if not is_known(SAME_AS.get(kind, kind)):
+    if kind not in GEMMA2 and not is_known(SAME_AS.get(kind, kind)):
         raise checkpoint.failed(
             f"its architecture, `{kind}`, is not supported: encoders are {', '.join(ENCODERS)}, "
             f"and decoders those of mlx-lm {version('mlx-lm')}, such as llama, mistral and qwen3"
         )
-    return Decoder
+    return EmbeddingGemma2 if kind in GEMMA2 else Decoder
 
 
 def read_transformer_settings(checkpoint: Checkpoint, task: str, output: str) -> dict[str, Any]:
