@@ -17,6 +17,7 @@ from gateway.engine.models.decoders import (
     open_decoder,
     parameters,
 )
+from gateway.engine.models.folder import join_names
 from gateway.engine.models.missing_kernels import Report, replace_missing
 
 SAME_AS: Final = {"eurobert": "llama"}  # mlx-lm's architecture, if its name differs
@@ -81,6 +82,7 @@ class Decoder:
         self.padding_id = 0
         self._rounding: float | None = None
         with checkpoint.reading_config():
+            _check_plain(checkpoint, raw)
             self._looks_ahead = _looks_ahead(checkpoint, raw, ignored_window(raw))
             self.vocabulary = int(raw["vocab_size"])
             self.max_tokens = text_context(raw)
@@ -160,6 +162,20 @@ class Decoder:
                 self._states.layers = layers
         assert isinstance(states, mx.array)
         return states
+
+
+def _check_plain(checkpoint: Checkpoint, raw: Mapping[str, Any]) -> None:
+    """Refuse what has a decoder's model_type, but is more than this decoder."""
+    kind, code = str(raw.get("model_type")), (raw.get("auto_map") or {}).get("AutoModel") or ""
+    names = [str(name) for name in (*(raw.get("architectures") or ()), code.rpartition(".")[2])]
+    plain = [kind.replace("_", "") + end for end in ("model", "lmheadmodel")]
+    strange = [n for n in names if n.endswith("Model") and n.lower() not in plain]
+    if "vocab_size" not in raw and "text_config" in raw:  # it reads more than texts
+        strange += names
+    if raw.get("task_names"):
+        strange.append(f"with adapters for {join_names(raw['task_names'])}")
+    if strange:
+        raise checkpoint.failed(f"its architecture, {strange[0]}, is not served as a `{kind}`")
 
 
 def _looks_ahead(checkpoint: Checkpoint, raw: Mapping[str, Any], window: int | None) -> bool:

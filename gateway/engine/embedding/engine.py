@@ -42,7 +42,7 @@ from gateway.engine.embedding.pooling import (
 from gateway.engine.embedding.rotary_bert import Gte, JinaV3, NomicBert
 from gateway.engine.embedding.tokenizer import TextTokenizer
 from gateway.engine.models.checkpoint import Checkpoint
-from gateway.engine.models.context import text_context
+from gateway.engine.models.context import GEMMA2, text_context
 from gateway.engine.models.folder import join_names
 from gateway.errors import BadRequest, ContextLengthExceeded, EngineFailed
 from gateway.jobs import Vectors
@@ -272,14 +272,15 @@ def open_encoder(
 def _find_decoder(checkpoint: Checkpoint, kind: str) -> "type[Decoder]":
     with keep_file_limits():
         from gateway.engine.embedding.decoder import SAME_AS, Decoder
+        from gateway.engine.embedding.embedding_gemma2 import EmbeddingGemma2
         from gateway.engine.models.decoders import is_known  # mlx-lm takes a second to import
 
-    if not is_known(SAME_AS.get(kind, kind)):
+    if kind not in GEMMA2 and not is_known(SAME_AS.get(kind, kind)):
         raise checkpoint.failed(
             f"its architecture, `{kind}`, is not supported: encoders are {', '.join(ENCODERS)}, "
             f"and decoders those of mlx-lm {version('mlx-lm')}, such as llama, mistral and qwen3"
         )
-    return Decoder
+    return EmbeddingGemma2 if kind in GEMMA2 else Decoder
 
 
 def read_transformer_settings(

