@@ -10,7 +10,6 @@ from typing import Any
 import httpx2
 import mlx.core as mx
 import pytest
-from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
 
 from gateway.engine.prompting.chat_tokenizer import ChatTokenizer
@@ -124,6 +123,8 @@ def openai_turn(client: httpx2.AsyncClient) -> Turn:
 
 def anthropic_turn(client: httpx2.AsyncClient) -> Turn:
     """Return a function that asks for a turn by Anthropic's SDK, appends it, gives the call."""
+    from anthropic import AsyncAnthropic  # late: it takes seconds of each process
+
     sdk = AsyncAnthropic(base_url=str(client.base_url), api_key="unused", http_client=client)
 
     async def ask(messages: list[Any], is_streamed: bool) -> tuple[str, dict[str, Any]]:
