@@ -141,7 +141,7 @@ INSIDE: dict[str, dict[str, set[str]]] = {
 # shrinks lowers its budget; only the commit that says why raises one.
 BUDGET: dict[str, int] = {
     "__main__": 8,
-    "api": 2985,
+    "api": 2991,
     "app": 1634,
     "bench": 306,
     "cli": 2266,
@@ -155,8 +155,8 @@ BUDGET: dict[str, int] = {
     "metrics": 257,
     "panics": 21,
     "registry": 1340,
-    "server": 296,
-    "serving": 4775,
+    "server": 314,
+    "serving": 4776,
     "settings": 372,
     "wire": 3975,
 }

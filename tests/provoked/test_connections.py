@@ -11,6 +11,7 @@ import httpx2
 import orjson
 import pytest
 import structlog
+from hypercorn.events import Event, RawData
 
 from gateway.clock import Stage
 from gateway.server import connections
@@ -274,6 +275,30 @@ async def test_a_burst_of_connections_leaves_descriptors_for_all_else(
                 await asyncio.sleep(0)
                 most = max(most, len(os.listdir("/dev/fd")))
     assert most - before < connections.RESERVED
+
+
+@pytest.mark.parametrize(("method", "has_body"), [(b"GET", True), (b"HEAD", False)])
+async def test_a_whole_answer_is_one_write(
+    client: httpx2.AsyncClient, monkeypatch: pytest.MonkeyPatch, method: bytes, has_body: bool
+) -> None:
+    """Each costs a call of the system. An answer without a body is sent, too."""
+    sent: list[bytes] = []
+    send = connections.Connection.protocol_send
+
+    async def protocol_send(connection: connections.Connection, event: Event) -> None:
+        if isinstance(event, RawData):
+            sent.append(event.data)
+        await send(connection, event)
+
+    monkeypatch.setattr(connections.Connection, "protocol_send", protocol_send)
+    async with connected(client) as (reader, writer):
+        writer.write(HEALTH.replace(b"GET", method))
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert head.startswith((b"HTTP/1.1 200 ", b"HTTP/1.1 405 "))
+        await until(lambda: sent)
+        assert len(sent) == 1
+        assert sent[0].startswith(head)
+        assert (len(sent[0]) > len(head)) == has_body
 
 
 def test_too_many_open_files_are_told_once_a_minute() -> None:
