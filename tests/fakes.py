@@ -75,7 +75,7 @@ class Gate:
 
     def pass_through(self) -> None:
         self.reached.set()
-        assert self._open.wait(20), "the test never opened the gate"
+        assert self._open.wait(60), "the test never opened the gate"
 
 
 @dataclass

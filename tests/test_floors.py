@@ -4,6 +4,7 @@ import ast
 import re
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -142,7 +143,7 @@ INSIDE: dict[str, dict[str, set[str]]] = {
 # shrinks lowers its budget; only the commit that says why raises one.
 BUDGET: dict[str, int] = {
     "__main__": 8,
-    "api": 3087,
+    "api": 3093,
     "app": 1636,
     "bench": 306,
     "cli": 2285,
@@ -156,8 +157,8 @@ BUDGET: dict[str, int] = {
     "metrics": 262,
     "panics": 21,
     "registry": 1341,
-    "server": 296,
-    "serving": 4951,
+    "server": 314,
+    "serving": 4952,
     "settings": 372,
     "wire": 4228,
 }
@@ -168,10 +169,20 @@ SLIVER = 60  # lines; what is smaller and has one importer is part of that impor
 FILES = sorted(GATEWAY.rglob("*.py"))
 
 
-def imports(file: Path) -> Iterator[str]:
+@cache
+def parsed(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
+@cache
+def imports(file: Path) -> list[str]:
     """List the modules a file imports, whole names."""
+    return [*_imports(file)]
+
+
+def _imports(file: Path) -> Iterator[str]:
     package = ("gateway", *file.relative_to(GATEWAY).parent.parts)
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    for node in ast.walk(parsed(file)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -196,6 +207,7 @@ def lines(file: Path) -> int:
     return len(file.read_text(encoding="utf-8").splitlines())
 
 
+@cache
 def code_lines(file: Path) -> int:
     """Count a file's lines of code: not blank, no comment, no docstring and no import."""
     text = file.read_text(encoding="utf-8")
@@ -204,7 +216,7 @@ def code_lines(file: Path) -> int:
         for number, line in enumerate(text.splitlines(), 1)
         if line.strip() and not line.strip().startswith("#")
     }
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(parsed(file)):
         if isinstance(node, ast.Expr | ast.Import | ast.ImportFrom):
             is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
             if is_text or not isinstance(node, ast.Expr):

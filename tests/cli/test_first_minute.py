@@ -52,7 +52,7 @@ def in_a_terminal(arguments: list[str], folder: Path, **given: str) -> Iterator[
         yield on_screen(seen.decode())
     finally:
         process.kill()
-        process.wait(10)
+        process.wait(60)
         os.close(master)
 
 

@@ -242,7 +242,7 @@ def answering(port: str, engines: ScriptedEngines) -> Iterator[None]:
     with ThreadPoolExecutor() as threads:
         answer = threads.submit(httpx2.post, url, json=question, headers=key, timeout=60)
         try:
-            assert engines.chat.gate.reached.wait(20)
+            assert engines.chat.gate.reached.wait(60)
             yield
         finally:
             engines.chat.gate.open()

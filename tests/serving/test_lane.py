@@ -29,7 +29,7 @@ async def test_an_exception_is_told_to_whoever_asked() -> None:
         async with lane.turn("test") as run:
             with pytest.raises(ZeroDivisionError):
                 await run(lambda: 1 // 0)
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(60):
                 with pytest.raises(RuntimeError, match="StopIteration"):  # no future takes it
                     await run(next, iter(()))
             assert await run(int, "3") == 3
@@ -158,7 +158,7 @@ async def test_a_waiter_who_leaves_gives_its_place_up() -> None:
                     await asyncio.sleep(0)
             if moment == "given":
                 leaving.cancel()
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(60):
                 await staying
             assert leaving.cancelled()
             assert lane.is_idle
