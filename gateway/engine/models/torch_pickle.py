@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from gateway.engine.models.folder import Folder
 
+MOST_TENSORS: Final = 8  # a head has a weight and a bias; each name is a copy in memory
 PICKLE_BYTES: Final = 1 << 16
 _ORDERED: Final = "collections OrderedDict"
 _REBUILD: Final = "torch._utils _rebuild_tensor_v2"
@@ -64,6 +65,8 @@ def read_tensors(folder: Folder, file: str, most_bytes: int) -> dict[str, mx.arr
             if order in names and _entry(archive, order, 16) != b"little":
                 raise ValueError("its numbers are not little-endian")
             tensors = _follow(_entry(archive, listing, PICKLE_BYTES))
+            if len(tensors) > MOST_TENSORS:
+                raise ValueError(f"it has {len(tensors)} tensors, more than {MOST_TENSORS}")
             return {
                 name: _array(_entry(archive, f"{root}data/{at.entry}", most_bytes), at)
                 for name, at in tensors.items()
