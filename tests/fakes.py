@@ -110,7 +110,11 @@ class ScriptedEmbedder:
 
     def encode_query(self, texts: Sequence[str]) -> list[list[int]]:
         marker = [1] if self.outputs[0] == "multi_vector" else []
-        return [[*marker, *row][: self.query_length] for row in self.encode(texts)]
+        return [[*marker, *row] for row in self.encode(texts)]
+
+    @property
+    def query_tokens(self) -> int:
+        return self.query_length or self.max_tokens
 
     def encode_start(self, texts: Sequence[str]) -> list[list[int]]:
         return self.encode([text[: self.max_tokens + 1] for text in texts])

@@ -149,7 +149,7 @@ BUDGET: dict[str, int] = {
     "cli": 2285,
     "clock": 42,
     "doctor": 527,
-    "engine": 16977,
+    "engine": 16985,
     "errors": 269,
     "ids": 6,
     "jobs": 370,

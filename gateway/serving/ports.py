@@ -54,6 +54,10 @@ class EmbeddingEngine(RowEngine, Protocol):
         """Return the most tokens of an input, special tokens included."""
 
     @property
+    def query_tokens(self) -> int:
+        """Return the most tokens of what `encode_query` returns."""
+
+    @property
     def vocab_size(self) -> int:
         """Return the number of token ids, which begin at 0."""
 

@@ -16,7 +16,7 @@ from gateway.engine.embedding.tokenizer import TextTokenizer
 from gateway.engine.models.checkpoint import Checkpoint
 from gateway.jobs import TokenIds
 
-# What follows a prompt while the tokens of the prompt alone are looked for.
+# Texts after a prompt: the tokens that come of it with each of them are the prompt's own.
 _ENDS = ("a", "1", ".", "the")
 
 
@@ -146,9 +146,8 @@ class MarkedTokenizer:
         return self._mark(self.plain.encode_start(texts, limit), self.document)
 
     def encode_query(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return queries' ids, cut to the model's length of queries, or filled up to it."""
+        """Return queries' ids, not truncated, but filled up to the length of expanded ones."""
         rows = self._mark(self.plain.encode(self._begin(texts, self.settings.query)), self.query)
-        rows = [self.truncate(row, self.query_length) for row in rows]
         return [[*row, *[self.filler] * (self.settings.expanded - len(row))] for row in rows]
 
     def truncate(self, ids: TokenIds, limit: int) -> list[int]:
@@ -200,8 +199,11 @@ def mark(
             markers.append(tuple(rows[0][: (*alike, False).index(False)]))
     query, document = markers
     skipped = [plain.token_id(word) for word in settings.skipped]
-    if (settings.expanded or skipped) and document[: len(query)] == query:
-        raise inner.failed("its queries begin as its documents do, so they are not told apart")
+    if (settings.expanded or skipped) and (not document or document[: len(query)] == query):
+        raise inner.failed(
+            f"its documents may begin as its queries do ({settings.query!r:.60}), which would be "
+            "computed as queries then"
+        )
     query_length = settings.query_length or max_tokens
     filler = plain.token_id(settings.filler or _mask_token(inner))
     if settings.expanded and filler is None:

@@ -29,7 +29,7 @@ _SLIDING: Final = "sliding_attention"
 _FULL: Final = "full_attention"
 _GELU: Final = "gelu_pytorch_tanh"
 _TOWERS: Final = re.compile(r"(model\.)?(vision_tower|embed_vision|audio_tower|embed_audio)\.")
-# What stands around a name: a whole model's prefixes, and the module of per-layer inputs.
+# Prefixes of names in a whole model, and the module of the per-layer inputs.
 _AROUND: Final = re.compile(r"^(model\.)?(language_model\.)?(model\.)?(ple\.)?|(?<=\.)ple_block\.")
 # Keys of tokens that stand for images and sound, with transformers' defaults.
 _MEDIA: Final = {"image_token_id": 258_880, "video_token_id": 258_884, "audio_token_id": 258_881}

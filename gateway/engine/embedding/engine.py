@@ -104,9 +104,10 @@ class EncoderEngine(ABC):
         self.max_tokens = max_tokens
         self._encoder = encoder
         self._on_cpu = device is Device.CPU
-        # Each token is multiplied by all weights but the embeddings.
+        # Each token is multiplied by all weights but the embeddings. Packed, eight take 32 bits.
         table = encoder.vocabulary * encoder.dimensions
-        self._weights = sum(array.size for array in encoder.parameters()) - table
+        sizes = (a.size * (8 if a.dtype == mx.uint32 else 1) for a in encoder.parameters())
+        self._weights = max(0, sum(sizes) - table)
 
     @property
     def dtype(self) -> mx.Dtype:
@@ -373,6 +374,11 @@ class EmbeddingEngine(EncoderEngine):
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Return texts' token ids, special tokens included. Safe on any thread."""
         return self.tokenizer.encode(texts)
+
+    @property
+    def query_tokens(self) -> int:
+        """Return the most tokens of a query, which are fewer than `max_tokens` for ColBERT."""
+        return getattr(self.tokenizer, "query_length", self.max_tokens)
 
     def encode_query(self, texts: Sequence[str]) -> list[list[int]]:
         """Return queries' token ids, which are other than documents' for ColBERT alone."""

@@ -256,6 +256,8 @@ def _read_linear(folder: Checkpoint, file: str, inputs: int, outputs: int | None
             loaded: Any = mx.load(str(folder.folder / file))
             arrays = dict(loaded)
     rows = outputs or max((array.shape[0] for array in arrays.values() if array.ndim), default=0)
+    if rows == 0:
+        raise folder.failed(f"{file} has no outputs")
     shapes = {"weight": (rows, inputs), "bias": (rows,)}
     weights = fit_weights(folder, arrays, shapes)
     return make_dense({f"{file}.{n}": a.astype(mx.float32) for n, a in weights.items()}, file)

@@ -157,9 +157,12 @@ class EmbeddingBatcher(RowBatcher[TextRow, TextOutputs]):
                     cut = sum(len(row) > max_tokens for row in rows)
                     rows = [self.engine.truncate(row, max_tokens) for row in rows]
                 asked = await self._tokenize(embed_job, queries, is_query=is_late)
+                if is_late:
+                    most = self.engine.query_tokens
+                    asked, over = fit_to_context(asked, self.engine, most, truncate=job.truncate)
+                    cut += len(over)
                 rows = [*asked, *rows]
                 if is_late:
-                    cut += len(await self._cut_queries(embed_job, queries, asked))
                     check_numbers(self.engine, rows, job.max_numbers, part="documents")
                 embed_job, texts = replace(embed_job, token_rows=rows, texts=()), []
             try:
@@ -236,11 +239,10 @@ class EmbeddingBatcher(RowBatcher[TextRow, TextOutputs]):
     ) -> list[EmbeddedText]:
         is_query = is_late_interaction(self.engine) and job.prompt_name == ROLES[0]
         rows = await self._tokenize(job, texts, is_query=is_query)
-        cut = await self._cut_queries(job, texts, rows) if is_query and texts else set()
+        most = self.engine.query_tokens if is_query and texts else self.engine.max_tokens
         rows, truncated = fit_to_context(
-            self.engine, rows, truncate=job.truncate, max_tokens=job.max_tokens
+            rows, self.engine, most, truncate=job.truncate, max_tokens=job.max_tokens
         )
-        truncated |= cut
         if "multi_vector" in job.outputs:
             check_numbers(self.engine, rows, job.max_numbers)
         asked = [TextRow(row, job.outputs) for row in rows]
@@ -249,20 +251,6 @@ class EmbeddingBatcher(RowBatcher[TextRow, TextOutputs]):
             EmbeddedText(result, len(row), index in truncated)
             for index, (row, result) in enumerate(zip(rows, results, strict=True))
         ]
-
-    async def _cut_queries(
-        self, job: EmbedJob, texts: Sequence[str], rows: Sequence[TokenIds]
-    ) -> set[int]:
-        """Return the indices of queries that lost tokens, as the model's queries are short.
-
-        Raises ContextLengthExceeded for them unless the job allows truncation.
-        """
-        limit = len(self.engine.encode_query(["a " * self.engine.max_tokens])[0])
-        whole = await self._tokenize(job, texts)
-        cut = {index for index, row in enumerate(rows) if len(row) == limit < len(whole[index])}
-        if cut and not job.truncate:
-            raise ContextLengthExceeded(limit, len(whole[min(cut)]), noun="input")
-        return cut
 
     async def _tokenize(
         self, job: EmbedJob, texts: Sequence[str], *, is_query: bool = False
@@ -384,19 +372,24 @@ def check_ids(engine: EmbeddingEngine, model: str, rows: Sequence[TokenIds]) -> 
 
 
 def fit_to_context(
-    engine: EmbeddingEngine, rows: list[TokenIds], *, truncate: bool, max_tokens: int | None = None
+    rows: list[TokenIds],
+    engine: EmbeddingEngine,
+    context: int,
+    *,
+    truncate: bool,
+    max_tokens: int | None = None,
 ) -> tuple[list[TokenIds], set[int]]:
     """Return the rows, and the indices of the rows that had to be truncated.
 
-    Without `truncate`, raises ContextLengthExceeded for a row that is too long for the model, and
+    Without `truncate`, raises ContextLengthExceeded for a row of more tokens than the context, and
     BadRequest for one that has more than `max_tokens`.
     """
-    limit = min(engine.max_tokens, max_tokens or engine.max_tokens)
+    limit = min(context, max_tokens or context)
     over = [index for index, row in enumerate(rows) if len(row) > limit]
     if over and not truncate:
         tokens = len(rows[over[0]])
-        if tokens > engine.max_tokens:
-            raise ContextLengthExceeded(engine.max_tokens, tokens, noun="input")
+        if tokens > context:
+            raise ContextLengthExceeded(context, tokens, noun="input")
         message = f"Input {over[0]} has {tokens} tokens, and 'max_tokens' is {limit}."
         raise BadRequest(message, part="prompt")
     for index in over:

@@ -1,4 +1,5 @@
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 from gateway.engine.device import Device
 from gateway.engine.embedding.engine import EmbeddingEngine
 from gateway.engine.embedding.loading import read_embedding_context
-from gateway.errors import BadRequest, ModelLoadFailed
+from gateway.errors import BadRequest, ContextLengthExceeded, ModelLoadFailed
 from tests.engine.embedding.harness import GOLDEN, rewrite, tiny
 from tests.engine.embedding.test_outputs import (
     FEW,
@@ -17,12 +18,20 @@ from tests.engine.embedding.test_outputs import (
     require_vectors,
     rows_of,
 )
+from tests.fakes import embed_job
+from tests.serving.embedding.harness import batching
 
 COLBERTS = ["colbert-bert", "colbert-pylate", "colbert-stanford"]
 
 
 def vectors(engine: EmbeddingEngine, rows: list[list[int]]) -> Any:
     return engine.embed_outputs(rows, ["multi_vector"])
+
+
+def queries_of(engine: EmbeddingEngine) -> list[list[int]]:
+    most = engine.query_tokens
+    rows = engine.encode_query(FEW)
+    return [engine.truncate(row, most) if len(row) > most else row for row in rows]
 
 
 @pytest.mark.parametrize("device", [Device.CPU, Device.METAL])
@@ -34,7 +43,7 @@ def test_documents_and_queries_get_the_vectors_of_sentence_transformers(
     engine = load(GOLDEN / name, device)
     assert engine.outputs == ("multi_vector",)
     assert (engine.dimensions, engine.token_dimensions) == (0, 16)
-    found = vectors(engine, rows_of(engine) + engine.encode_query(FEW))
+    found = vectors(engine, rows_of(engine) + queries_of(engine))
     require_vectors(found[: len(FEW)], GOLDEN / name / "documents.npz")
     require_vectors(found[len(FEW) :], GOLDEN / name / "queries.npz")
     for text in found:
@@ -44,7 +53,7 @@ def test_documents_and_queries_get_the_vectors_of_sentence_transformers(
 @pytest.mark.parametrize("name", COLBERTS)
 def test_a_batch_gives_each_row_what_it_gets_alone(name: str) -> None:
     engine = load(GOLDEN / name)
-    pairs = zip(rows_of(engine), engine.encode_query(FEW), strict=True)
+    pairs = zip(rows_of(engine), queries_of(engine), strict=True)
     rows = [row for pair in pairs for row in pair]
     for row, text in zip(rows, vectors(engine, rows), strict=True):
         [alone] = vectors(engine, [row])
@@ -62,7 +71,9 @@ def test_queries_have_one_length_and_documents_a_limit(
     assert engine.max_tokens == document
     assert read_embedding_context(GOLDEN / name, None, None, None) == document
     long = "a long text of many words " * 30
-    assert {len(row) for row in engine.encode_query(["a", long])} == {query}
+    assert engine.query_tokens == query
+    short, whole = engine.encode_query(["a", long])
+    assert len(short) == query < len(whole)
     [row] = engine.encode([long])
     assert len(row) > document
     cut = engine.truncate(row)
@@ -95,8 +106,12 @@ def test_queries_are_not_expanded_if_the_model_says_so(tmp_path: Path) -> None:
     ("file", "changes", "reason"),
     [
         ("config_sentence_transformers.json", {"query_prefix": "[X]"}, r"'\[X\]' is no token"),
-        ("config_sentence_transformers.json", {"query_prefix": "[D] "}, "not told apart"),
-        ("config_sentence_transformers.json", {"query_prefix": ""}, "not told apart"),
+        (
+            "config_sentence_transformers.json",
+            {"query_prefix": "[D] "},
+            "may begin as its queries do",
+        ),
+        ("config_sentence_transformers.json", {"query_prefix": ""}, "may begin as"),
         ("config_sentence_transformers.json", {"query_length": 51}, "queries have 51 tokens"),
         ("config_sentence_transformers.json", {"query_length": "x"}, "invalid value"),
         ("tokenizer_config.json", {"mask_token": None}, "filled up with a token"),
@@ -140,3 +155,28 @@ def test_models_yaml_cannot_make_a_colbert_of_something_else(tmp_path: Path) -> 
         shutil.copy(GOLDEN / "colbert-pylate" / name, folder / name)
     with pytest.raises(ModelLoadFailed, match="ColBERT of `qwen3` is not supported"):
         load(folder)
+
+
+def test_a_model_whose_documents_may_begin_as_its_queries_is_refused(tmp_path: Path) -> None:
+    """A text such as "Q: …" would lose no punctuation, as if it were a query."""
+    folder = tiny(tmp_path, "colbert-bert")
+    prompts = {"document": "", "query": "q: "}
+    rewrite(folder / "config_sentence_transformers.json", prompts=prompts)
+    with pytest.raises(ModelLoadFailed, match=r"may begin as its queries do \('q: '\)"):
+        load(folder)
+
+
+@pytest.mark.anyio
+async def test_a_query_is_cut_by_its_own_tokens_not_by_a_documents(tmp_path: Path) -> None:
+    """The prompts of the two differ in length here."""
+    folder = tiny(tmp_path, "colbert-bert")
+    prompts = {"document": "the text of a document: ", "query": "q: "}
+    rewrite(folder / "config_sentence_transformers.json", prompts=prompts)
+    async with batching(load(folder)) as batcher:
+        for words, is_cut in ((5, False), (6, False), (30, True)):
+            job = embed_job("the " * words, truncate=True)
+            job = replace(job, prompt_name="query", outputs=("multi_vector",))
+            assert (await batcher.embed(job)).truncated == is_cut
+            if is_cut:
+                with pytest.raises(ContextLengthExceeded, match="length is 12 tokens"):
+                    await batcher.embed(replace(job, truncate=False))

@@ -260,6 +260,7 @@ def test_a_quantized_decoder_is_float32_on_the_cpu(tmp_path: Path) -> None:
     assert cosine.item() > 0.999
     kept = load(folder, Device.METAL)
     assert kept.nbytes() < engine.nbytes() / 2
+    assert kept.token_s > 0, "packed numbers count as numbers"
     assert np.abs(kept.embed([[5, 6, 7]]) - engine.embed([[5, 6, 7]])).max() < 1e-3
 
 

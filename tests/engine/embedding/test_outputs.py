@@ -139,6 +139,15 @@ def test_a_head_of_another_model_is_refused(tmp_path: Path) -> None:
         load(folder)
 
 
+def test_a_head_without_outputs_is_refused(tmp_path: Path) -> None:
+    folder = tiny(tmp_path, "bge-m3")
+    (folder / "colbert_linear.pt").unlink()
+    empty = {"weight": mx.zeros((0, 32)), "bias": mx.zeros((0,))}
+    mx.save_safetensors(str(folder / "colbert_linear.safetensors"), empty)
+    with pytest.raises(ModelLoadFailed, match="safetensors has no outputs"):
+        load(folder)
+
+
 def test_a_sparse_head_needs_the_names_of_special_tokens(tmp_path: Path) -> None:
     """They would get weights otherwise."""
     folder = tiny(tmp_path, "bge-m3")

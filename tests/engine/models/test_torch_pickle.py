@@ -179,6 +179,25 @@ def test_a_truncated_file_is_refused(path: Path, length: int) -> None:
     refusal(path, WHOLE[:length])
 
 
+def named(count: int) -> bytes:
+    """Write a file that has one tensor of 64 numbers under as many names."""
+
+    def text(words: bytes) -> bytes:
+        return b"X" + struct.pack("<I", len(words)) + words
+
+    storage = b"(" + text(b"storage") + b"ctorch\nFloatStorage\n" + text(b"0") + text(b"cpu")
+    tensor = b"ctorch._utils\n_rebuild_tensor_v2\n(" + storage + b"K\x40tQ"
+    tensor += b"K\x00K\x40\x85K\x01\x85\x89NtRq\x01"  # its place, shape, strides; memoized
+    more = b"".join(text(b"%d" % number) + b"h\x01" for number in range(1, count))
+    pickled = b"\x80\x02}(" + text(b"0") + tensor + more + b"u."
+    return zipped({"a/data.pkl": pickled, "a/data/0": b"\0" * 256})
+
+
+def test_a_tensor_under_many_names_is_refused_before_it_is_copied_for_each(path: Path) -> None:
+    assert len(read(path, named(8))) == 8
+    assert "it has 9 tensors" in refusal(path, named(9))
+
+
 def test_a_deep_pickle_is_refused(path: Path) -> None:
     """Hashing or comparing a tuple in a tuple in a tuple … would overflow the stack."""
     deep = b"\x80\x02)" + b"\x85" * 60_000
