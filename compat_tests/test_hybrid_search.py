@@ -35,14 +35,16 @@ def m3_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.mark.parametrize("code", [code for _, code in HYBRID], ids=["qdrant", "milvus"])
 def test_a_hybrid_search_finds_its_note(code: str, m3_url: str, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [str(PYTHON), "-c", code.replace("http://127.0.0.1:8000", m3_url)],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    found = re.findall(r"^Found: (.+)$", done.stdout, re.MULTILINE)
-    assert found == ["The bakery on Mill Street sells rye bread on Tuesdays."], done.stdout
+    """And again, with what the first run left behind."""
+    for _ in range(2):
+        done = subprocess.run(
+            [str(PYTHON), "-c", code.replace("http://127.0.0.1:8000", m3_url)],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        found = re.findall(r"^Found: (.+)$", done.stdout, re.MULTILINE)
+        assert found == ["The bakery on Mill Street sells rye bread on Tuesdays."], done.stdout
