@@ -12,6 +12,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.qwen3_5 import TextModelArgs
 from mlx_lm.utils import _get_classes
 
+from gateway.engine.models import gemma4_assistant
 from gateway.engine.models.mtp_head import MtpHead
 
 DEMO = Path(__file__).parents[1] / "demo" / "chat"
@@ -81,6 +82,18 @@ HEADED: dict[str, Any] = {
         "rope_theta": 10000.0,
         "partial_rotary_factor": 0.5,
     },
+}
+# Layer 0 has a window, and layers 2 and 3 read the KV of layers 0 and 1.
+GEMMA4: dict[str, Any] = {
+    "model_type": "gemma4_text",
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 2,
+    "sliding_window": 16,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "hidden_size_per_layer_input": 0,
+    "use_double_wide_mlp": False,
 }
 # No rotary positions: no logits depend on how much each row has read.
 ABSOLUTE: dict[str, Any] = {
@@ -162,6 +175,37 @@ def add_head(folder: Path, seed: int = 7, *, is_right: bool = False) -> Path:
             if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")):
                 weights[name] = weights[name] * 0.005
     mx.save_safetensors(str(file), weights)
+    return folder
+
+
+def write_assistant(folder: Path, target: Path, seed: int = 9, **config: Any) -> Path:
+    """Write a drafter of Gemma 4 with random weights, and its target's tokenizer."""
+    text = json.loads((target / "config.json").read_text())
+    text |= {"hidden_size": 32, "num_hidden_layers": 2, "num_kv_shared_layers": 2}
+    text |= {"layer_types": ["sliding_attention", "full_attention"]}
+    text["vocab_size_per_layer_input"] = 0
+    width = json.loads((target / "config.json").read_text())["hidden_size"]
+    whole = {
+        "model_type": "gemma4_assistant",
+        "backbone_hidden_size": width,
+        "text_config": text,
+        "num_centroids": 8,
+        "centroid_intermediate_top_k": 3,
+        **config,
+    }
+    folder.mkdir()
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(target / file, folder)
+    (folder / "config.json").write_text(json.dumps(whole))
+    mx.random.seed(seed)
+    arguments: Any = gemma4_assistant.ModelArgs
+    model: Any = gemma4_assistant.Model(arguments.from_dict(whole))
+    named: Any = tree_flatten(model.parameters())
+    weights = {name: array * (3 if array.ndim > 1 else 1) for name, array in named}
+    if whole.get("use_ordered_embeddings"):
+        order = mx.random.permutation(text["vocab_size"])
+        weights["masked_embedding.token_ordering"] = order.astype(mx.int32)
+    mx.save_safetensors(str(folder / "model.safetensors"), weights)
     return folder
 
 

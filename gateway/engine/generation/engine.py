@@ -15,6 +15,7 @@ from gateway.engine.device import DeviceBounds, clear_cache, is_late
 from gateway.engine.drafts.draft_model import DraftModel
 from gateway.engine.drafts.draft_policy import DraftPolicy
 from gateway.engine.drafts.head_drafter import HeadDrafter
+from gateway.engine.drafts.shared_kv_drafter import SharedKvDrafter
 from gateway.engine.generation.prepare import ChatSetup, prepare
 from gateway.engine.generation.self_test import (
     BatchSelfTest,
@@ -50,7 +51,7 @@ class GenerationEngine:
         *,
         prefixes: PrefixPool | None = None,  # None turns the prefix cache off
         speculate_rows: int = 0,
-        draft_model: DraftModel | None = None,
+        draft_model: DraftModel | SharedKvDrafter | None = None,
         bounds: DeviceBounds | None = None,
         sight: Sight | None = None,
     ) -> None:

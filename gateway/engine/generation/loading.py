@@ -14,6 +14,7 @@ from mlx_lm.utils import load_config
 from gateway.engine.answers.response_template import ResponseTemplate
 from gateway.engine.device import Device, DeviceBounds
 from gateway.engine.drafts.draft_model import DraftModel
+from gateway.engine.drafts.shared_kv_drafter import SharedKvDrafter
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.generation.prepare import ChatSetup
 from gateway.engine.grammar.schema_bounds import Shape
@@ -22,7 +23,8 @@ from gateway.engine.grammar.tokenizer import GrammarTokenizer
 from gateway.engine.kv.layers import batch_of_one, can_batch, can_go_back, make_batch_caches
 from gateway.engine.kv.prefix_cache import PrefixPool
 from gateway.engine.kv.quantized import quantize_kv
-from gateway.engine.models.checkpoint import Checkpoint, Listing, reading_tokenizer
+from gateway.engine.models import gemma4_assistant
+from gateway.engine.models.checkpoint import ASSISTANTS, Checkpoint, Listing, reading_tokenizer
 from gateway.engine.models.context import lower_context
 from gateway.engine.models.counts import text_config
 from gateway.engine.models.decoders import Numbers, read_decoder
@@ -78,6 +80,11 @@ def read_chat_setup(
     ModelLoadFailed.
     """
     checkpoint, formats = open_checkpoint(name, files), formats or ChatFormats()
+    if checkpoint.config().get("model_type") in ASSISTANTS:
+        raise checkpoint.failed(
+            "it only guesses tokens for a chat model of Gemma 4: name it as that model's `draft:` "
+            "in models.yaml"
+        )
     with reading_tokenizer(checkpoint):
         config, wrapper = _read_tokenizer(checkpoint, files)
         kind = str(config.get("model_type"))
@@ -224,23 +231,33 @@ def load_generation_in_steps(
         prefix_cache_bytes = 0  # ranks hold different layers, so their caches would differ
     bounds = bounds or DeviceBounds()
     prefixes = prefixes or PrefixPool(prefix_cache_bytes, bounds.kept)
-    draft_model = None
+    draft_model: DraftModel | SharedKvDrafter | None = None
     if draft is not None:
         drafter = yield from _read_model(
             draft.checkpoint, draft.numbers, device, None, report, draft.max_context
         )
-        for decoder, checkpoint in ((model, setup.checkpoint), (drafter, draft.checkpoint)):
+        name, pairs = draft.checkpoint.name, [(model, setup.checkpoint)]
+        reads_target = isinstance(drafter, gemma4_assistant.Model)
+        if not reads_target:
+            pairs.append((drafter, draft.checkpoint))
+        elif misfit := gemma4_assistant.find_misfit(drafter, model):
+            raise setup.checkpoint.failed(f"its draft {name!r} does not fit it: {misfit}")
+        for decoder, checkpoint in pairs:
             if not (can_batch(decoder) and can_go_back(batch_of_one(make_batch_caches(decoder)))):
                 raise setup.checkpoint.failed(
                     f"{checkpoint.name!r} uses a cache that cannot be rolled back after rejected "
-                    f"tokens, so it can neither have nor be `draft: {draft.checkpoint.name}`"
+                    f"tokens, so it can neither have nor be `draft: {name}`"
                 )
-        draft_model = DraftModel(
-            drafter,
-            vocab_size=min(draft.vocab_size, setup.vocab_size),
-            max_context=draft.max_context,
-            prefixes=prefixes,
-        )
+        vocab_size = min(draft.vocab_size, setup.vocab_size)
+        if reads_target:
+            draft_model = SharedKvDrafter(drafter, model, vocab_size=vocab_size)
+        else:
+            draft_model = DraftModel(
+                drafter,
+                vocab_size=vocab_size,
+                max_context=draft.max_context,
+                prefixes=prefixes,
+            )
     sight = None
     if setup.images is not None and share is None:
         assert isinstance(setup.checkpoint, Checkpoint)

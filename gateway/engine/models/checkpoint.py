@@ -19,6 +19,8 @@ SLICE_BYTES: Final = 256 << 20
 # mlx-lm's OLMo class calls sys.exit if a package is missing.
 MISSING_PACKAGE: Final = "mlx-lm's class for this model_type needs a package that is not installed"
 KV_GROUP_SIZES: Final = (64, 32)
+# Types of models that only guess tokens for another model, whose KV they read.
+ASSISTANTS: Final = ("gemma4_assistant", "gemma4_unified_assistant")
 # Names of weights for images, sound or drafts.
 TOWER: Final = r"visual|(embed_)?(vision|audio)\w*|\w*(projector|tower|embedder)|mtp\w*"
 _TOWER: Final = re.compile(rf"(^|.*\.)({TOWER})(\..*|$)")
@@ -215,9 +217,11 @@ def kv_bytes(
 ) -> int:
     """Estimate the bytes of KV for `tokens` tokens, but at most for the model's context.
 
-    Returns 0 if the config lacks the usual keys.
+    Returns 0 if the config lacks the usual keys, or the model has no KV of its own.
     """
     config = text_config(checkpoint.config())
+    if checkpoint.config().get("model_type") in ASSISTANTS:
+        return 0
     try:
         heads = int(config["num_attention_heads"])
         kv_heads = int(config.get("num_key_value_heads") or heads)
