@@ -189,8 +189,8 @@ def write_assistant(folder: Path, target: Path, seed: int = 9, **config: Any) ->
         "model_type": "gemma4_assistant",
         "backbone_hidden_size": width,
         "text_config": text,
-        "num_centroids": 8,
-        "centroid_intermediate_top_k": 3,
+        "num_centroids": next(n for n in (8, 7, 5, 4, 3, 2, 1) if text["vocab_size"] % n == 0),
+        "centroid_intermediate_top_k": 1,
         **config,
     }
     folder.mkdir()

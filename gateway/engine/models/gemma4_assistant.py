@@ -68,6 +68,8 @@ class Model(_Text):  # type: ignore[misc]
         self.pre_projection = Linear(2 * args.backbone_hidden_size, text.hidden_size, bias=False)
         self.post_projection = Linear(text.hidden_size, args.backbone_hidden_size, bias=False)
         if args.use_ordered_embeddings:
+            if text.vocab_size % args.num_centroids:
+                raise ValueError("num_centroids does not divide vocab_size")
             self.masked_embedding = _Centroids(args, text.hidden_size, text.vocab_size)
 
     @property

@@ -3,11 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import pytest
 
 from gateway.engine.drafts.prompt_lookup import PromptLookup
-from gateway.engine.drafts.shared_kv_drafter import SharedKvDrafter
 from gateway.errors import ModelLoadFailed
 from gateway.jobs.chat import Sampling
 from tests.checkpoints import GEMMA4, write_assistant, write_chat
@@ -46,34 +44,6 @@ def test_answers_are_those_without_a_drafter(
     assert all(other.says_as(one) for one, other in zip(expected, found, strict=True))
     assert sum(each.drafted for each in passes) > 0
     assert list(engine.facts.drafters) == ["prompt_lookup", "draft_model"]
-
-
-def test_a_draft_that_is_right_in_part_is_accepted_in_part(
-    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The drafter is told the answer, so that its drafts are right but for their last token."""
-    drafter = write_assistant(tmp_path / "drafter", target)
-    expected, passes = answer_at_random(open_engine(target), ask(2))
-    tokens = [each.tokens for each in expected]
-
-    def tell(self: SharedKvDrafter, last: mx.array, _: mx.array, length: int) -> list[list[int]]:
-        drafts = []
-        for seq in self._seqs:
-            rest = next(
-                each[at:]
-                for each in tokens
-                for at in [len(seq.context) - seq.prompt_length]  # type: ignore[attr-defined]
-                if seq.context[seq.prompt_length :] == each[:at]  # type: ignore[attr-defined]
-            )
-            drafts.append([*rest[: length - 1], 1, 1, 1, 1][:length])
-        return drafts
-
-    monkeypatch.setattr(SharedKvDrafter, "_guess_ahead", tell)
-    engine = open_engine(target, speculate_rows=4, draft=drafter)
-    found, fewer = answer_at_random(engine, ask(2))
-    assert all(other.says_as(one) for one, other in zip(expected, found, strict=True))
-    assert sum(each.accepted for each in fewer) > 0
-    assert len(fewer) < len(passes)
 
 
 @pytest.mark.parametrize(
