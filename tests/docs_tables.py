@@ -67,7 +67,7 @@ def fields_table(endpoints: Iterable[Endpoint]) -> str:
         if endpoint.request is not None:
             first.setdefault(endpoint.request, name)
         if endpoint.form is not None:
-            first[endpoint.form.request] = f"{name} {endpoint.form.name}"
+            first.setdefault(endpoint.form.request, f"{name} {endpoint.form.name}")
     for request, name in first.items():
         columns = (request.served_fields(), sorted(request.harmless), list(request.refused))
         cells = [" ".join(f"`{field}`" for field in fields) for fields in columns]

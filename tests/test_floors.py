@@ -4,6 +4,7 @@ import ast
 import re
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -85,9 +86,10 @@ INSIDE: dict[str, dict[str, set[str]]] = {
     },
     "api": {
         "app": {
-            *("access", "dashboard", "endpoints", "middleware", "traces"),
+            *("access", "dashboard", "paths", "endpoints", "middleware", "traces"),
             *("requests", "bodies", "in_flight"),
         },
+        "paths": {"endpoints", "openapi"},
         "endpoints": {
             *("chat", "dashboard", "embeddings"),
             *("rerank", "responses", "tokenization", "models", "ops", "openapi", "requests"),
@@ -125,6 +127,7 @@ INSIDE: dict[str, dict[str, set[str]]] = {
         "completions": {"answers", "generation", "validation", "bounds"},
         "answers": {"generation"},
         "decisions": {"responses", "responses_items", "messages", "validation", "bounds"},
+        "cohere": {"embeddings", "validation", "bounds"},
         "embeddings": {"validation", "bounds"},
         "rerank": {"embeddings", "validation", "bounds"},
         "tokenization": {"images", "tools", "messages", "validation", "bounds"},
@@ -140,24 +143,24 @@ INSIDE: dict[str, dict[str, set[str]]] = {
 # shrinks lowers its budget; only the commit that says why raises one.
 BUDGET: dict[str, int] = {
     "__main__": 8,
-    "api": 2990,
-    "app": 1645,
+    "api": 3098,
+    "app": 1647,
     "bench": 306,
-    "cli": 2268,
+    "cli": 2293,
     "clock": 42,
     "doctor": 529,
-    "engine": 16430,
+    "engine": 17237,
     "errors": 269,
     "ids": 6,
-    "jobs": 354,
+    "jobs": 371,
     "logs": 146,
-    "metrics": 257,
+    "metrics": 262,
     "panics": 21,
-    "registry": 1344,
-    "server": 296,
-    "serving": 4775,
+    "registry": 1345,
+    "server": 314,
+    "serving": 4952,
     "settings": 372,
-    "wire": 3975,
+    "wire": 4233,
 }
 PACKAGES = sorted(file.parent for file in GATEWAY.rglob("__init__.py"))
 # A line of a map: names, two spaces or more, and what they are.
@@ -166,10 +169,20 @@ SLIVER = 60  # lines; what is smaller and has one importer is part of that impor
 FILES = sorted(GATEWAY.rglob("*.py"))
 
 
-def imports(file: Path) -> Iterator[str]:
+@cache
+def parsed(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
+@cache
+def imports(file: Path) -> list[str]:
     """List the modules a file imports, whole names."""
+    return [*_imports(file)]
+
+
+def _imports(file: Path) -> Iterator[str]:
     package = ("gateway", *file.relative_to(GATEWAY).parent.parts)
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    for node in ast.walk(parsed(file)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -194,6 +207,7 @@ def lines(file: Path) -> int:
     return len(file.read_text(encoding="utf-8").splitlines())
 
 
+@cache
 def code_lines(file: Path) -> int:
     """Count a file's lines of code: not blank, no comment, no docstring and no import."""
     text = file.read_text(encoding="utf-8")
@@ -202,7 +216,7 @@ def code_lines(file: Path) -> int:
         for number, line in enumerate(text.splitlines(), 1)
         if line.strip() and not line.strip().startswith("#")
     }
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(parsed(file)):
         if isinstance(node, ast.Expr | ast.Import | ast.ImportFrom):
             is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
             if is_text or not isinstance(node, ast.Expr):

@@ -651,7 +651,7 @@ class Terminal:
     def close(self) -> int:
         self.process.kill()
         os.close(self._master)
-        return self.process.wait(20)
+        return self.process.wait(60)
 
 
 @pytest.fixture
