@@ -1,5 +1,6 @@
 """Drafts by a model's own MTP head: fewer passes, and never another answer."""
 
+from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,44 @@ def test_a_random_head_changes_no_answer_and_rests(random: Path) -> None:
     found, passes = answer_at_random(open_engine(random, speculate_rows=4), ask(3))
     assert all(other.says_as(one) for one, other in zip(expected, found, strict=True))
     assert 0 < sum(each.drafted for each in passes) < 60
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_a_head_that_rests_makes_no_guess_and_no_wider_pass(random: Path, rows: int) -> None:
+    """All that it does then is to add a token to its KV in each pass."""
+    counts = []
+    for engine in (open_engine(random), open_engine(random, speculate_rows=4)):
+        head, calls = getattr(engine._model.language_model, "mtp", None), Counter[str]()
+        if head is not None:
+            for name in ("self_attn", "mlp"):
+                watch(head.layers[0], name, calls)
+        steps = Batch(engine)
+        for job in ask(rows, max_tokens=20):
+            steps.ask(*job)
+        while steps.is_reading:
+            steps.hear(steps.prefill(512))
+        calls.clear()
+        sizes = []
+        while steps.is_decoding:
+            steps.hear(steps.change(kind="decode", drafters=()))
+            sizes.append((steps.size.rows, steps.size.drafted))
+        counts.append((sizes, calls))
+    (expected, _), (found, calls) = counts
+    assert found == expected
+    assert 0 < calls["self_attn"] <= len(found)
+    assert not calls["mlp"]
+
+
+def watch(layer: Any, name: str, calls: Counter[str]) -> None:
+    """Count the calls of a layer's module."""
+    module = layer[name]
+
+    class Watched(type(module)):  # type: ignore[misc]
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            calls[name] += 1
+            return super().__call__(*args, **kwargs)
+
+    module.__class__ = Watched
 
 
 def test_a_head_that_fails_is_not_asked_again(right: Path) -> None:
