@@ -149,7 +149,7 @@ BUDGET: dict[str, int] = {
     "cli": 2293,
     "clock": 42,
     "doctor": 529,
-    "engine": 17319,
+    "engine": 17329,
     "errors": 269,
     "ids": 6,
     "jobs": 371,

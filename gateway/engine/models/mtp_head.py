@@ -6,7 +6,7 @@ deepseek_mtp.py): the embedding of a token, and the normed hidden state of the t
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from inspect import signature
 from typing import Any, Final
 
@@ -98,10 +98,6 @@ def with_head(
     base, arguments = classes
     names, packing = _head_names(config, found), config.get("quantization")
     pattern = _NAMES[config["model_type"]]
-    if isinstance(packing, dict):
-        for module, own in {(n.rpartition(".")[0], o.rpartition(".")[0]) for n, o in names.items()}:
-            if module in packing:
-                packing[f"mtp.{_own_module(own)}"] = packing[module]
 
     class Headless(base):  # type: ignore[misc, valid-type]  # chosen at run time
         def sanitize(self, weights: Weights) -> Weights:
@@ -177,6 +173,8 @@ def with_head(
                 is_raw = any("conv1d.weight" in n and a.shape[-1] != 1 for n, a in weights.items())
                 own = _add_ones(own, kept, is_raw=is_raw)
             inner = "" if text is self else "language_model."
+            if packing is not None:  # mlx-lm looks these up after this
+                packing.update(_find_packing(own, text.mtp, f"{inner}mtp."))
             return kept | {f"{inner}mtp.{name}": array for name, array in own.items()}
 
     return Model if is_used else Headless, arguments
@@ -227,12 +225,8 @@ def _rename(found: Weights) -> dict[str, mx.array]:
         module, _, part = name.removeprefix(_FIRST).rpartition(".")
         if module == "input_proj":  # it takes the hidden state first
             array = mx.roll(array, array.shape[-1] // 2, -1)
-        own[f"{_own_module(module)}.{part}"] = array
+        own[f"{_MODULES.get(module, f'layers.0.{module}')}.{part}"] = array
     return own
-
-
-def _own_module(module: str) -> str:
-    return _MODULES.get(module, f"layers.0.{module}")
 
 
 def _stack(found: Weights) -> dict[str, mx.array]:
@@ -264,6 +258,20 @@ def _find_fault(own: Mapping[str, mx.array], head: MtpHead, *, is_quantized: boo
     if packed and not is_quantized:
         unfit |= packed
     return f"it lacks or has others than these: {join_names(unfit)}" if unfit else ""
+
+
+def _find_packing(own: Weights, head: MtpHead, prefix: str) -> Iterator[tuple[str, dict[str, int]]]:
+    """Yield how each packed module is packed, which need not be as the model's modules are."""
+    module_head: Any = head
+    named: Any = tree_flatten(module_head.parameters())
+    widths = {name: array.shape[-1] for name, array in named}
+    for name in own:
+        module = name.removesuffix(".scales")
+        width = widths.get(f"{module}.weight")
+        if module != name and width is not None and f"{module}.biases" in own:
+            bits = own[f"{module}.weight"].shape[-1] * 32 // width
+            group = width // own[name].shape[-1]
+            yield f"{prefix}{module}", {"group_size": group, "bits": bits}
 
 
 def _add_ones(own: Mapping[str, mx.array], kept: Weights, *, is_raw: bool) -> dict[str, mx.array]:

@@ -289,7 +289,8 @@ def test_a_layer_after_the_last_is_dropped_unless_it_drafts(kind: str, tmp_path:
     assert Checkpoint("mine", folder).tensors() == Checkpoint("mine", bare).tensors()
 
 
-def test_a_packed_head_may_have_bits_of_its_own(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_beside", [False, True])
+def test_a_packed_head_may_have_bits_and_a_file_of_its_own(is_beside: bool, tmp_path: Path) -> None:
     folder = add_head(write_chat(tmp_path, **AFTER_LAST))
     file = folder / "model.safetensors"
     weights: Any = mx.load(str(file))
@@ -302,10 +303,12 @@ def test_a_packed_head_may_have_bits_of_its_own(tmp_path: Path) -> None:
             packed |= dict(zip((name, f"{module}.scales", f"{module}.biases"), codes, strict=True))
         else:
             packed[name] = array
+    if is_beside:
+        head = {name: packed.pop(name) for name in list(packed) if ".layers.2." in name}
+        mx.save_safetensors(str(tmp_path / "mtp.safetensors"), head)
     mx.save_safetensors(str(file), packed)
     config = json.loads((folder / "config.json").read_text())
-    own = {"model.layers.2.eh_proj": {"group_size": 32, "bits": 4}}
-    config["quantization"] = {"group_size": 32, "bits": 8, **own}
+    config["quantization"] = {"group_size": 32, "bits": 8}
     (folder / "config.json").write_text(json.dumps(config))
     model, notes = load(folder)
     assert not notes
