@@ -1,4 +1,4 @@
-"""Train an MTP head for demo-chat: `python -m demo.train_head --out DIR --minutes 8`.
+"""Train an MTP head for demo-chat: `python -m demo.train_head --out DIR --minutes 15`.
 
 The head guesses the token after the next one. Writes demo-chat with
 the head as a layer after the last, as DeepSeek V3 stores it; the other weights stay the same.
@@ -127,7 +127,7 @@ def main() -> None:
     """Read the command line and train."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder to write the model to")
-    parser.add_argument("--minutes", type=float, default=8, help="wall-clock time to train for")
+    parser.add_argument("--minutes", type=float, default=15, help="wall-clock time to train for")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--start", type=Path, help="folder of a head to go on from")
     given = parser.parse_args()
