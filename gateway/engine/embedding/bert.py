@@ -4,12 +4,15 @@ Source: transformers, models/bert/modeling_bert.py.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Final
 
 import mlx.core as mx
+import numpy as np
 
-from gateway.engine.device import Device, pick_dtype
+from gateway.engine.device import Device, clear_cache, cpu_threads, pick_dtype
+from gateway.engine.embedding.packed import Floats, PackedLayer, find_kernels, pack_layer
 from gateway.engine.models.checkpoint import (
     Checkpoint,
     dequantize,
@@ -291,7 +294,7 @@ class Bert:
         if config.theta is not None:
             size = config.dimensions // config.heads
             rotate = make_rotation(device, config.theta, size, config.positions, config.factor)
-        self._layers = [
+        self._layers: list[BertLayer | PackedLayer] = [
             make_layer(
                 {name.removeprefix(prefix): w for name, w in weights.items() if prefix in name},
                 choice,
@@ -301,6 +304,11 @@ class Bert:
             )
             for prefix in (f"encoder.layer.{index}." for index in range(config.layers))
         ]
+        is_plain = config.activation == "gelu" and rotate is None and not config.is_gated
+        is_packed = device is Device.CPU and weights_dtype == mx.float32 and is_plain
+        self._kernels = find_kernels() if is_packed else None
+        # Its threads start with the first pass, and end when the model is gone.
+        self._workers = ThreadPoolExecutor(cpu_threads())
 
     def __call__(
         self, tokens: mx.array, mask: mx.array | None, types: mx.array | None = None
@@ -315,9 +323,34 @@ class Bert:
             x = x + types[..., None].astype(self._dtype) * self._second
         x = self._norm(x.reshape(rows * length, self.dimensions))
         yield x.reshape(shape)
+        if self._kernels is not None:
+            yield from (state.reshape(shape) for state in self._run_packed(x, bias, rows))
+            return
         for layer in self._layers:
+            assert isinstance(layer, BertLayer)
             x = layer(x, bias, rows)
             yield x.reshape(shape)
+
+    def _run_packed(self, x: mx.array, bias: mx.array | None, rows: int) -> Iterator[mx.array]:
+        """Run the layers on a worker; yield x once, so that other passes can start meanwhile."""
+        self._pack()
+        hidden, scores = np.array(x), None if bias is None else np.array(bias)
+        running = self._workers.submit(self._compute, hidden, scores, rows)
+        yield x
+        running.result()
+        yield mx.array(hidden)
+
+    def _compute(self, x: Floats, bias: Floats | None, rows: int) -> None:
+        for layer in self._layers:
+            assert isinstance(layer, PackedLayer)
+            layer(x, bias, rows)
+
+    def _pack(self) -> None:
+        assert self._kernels is not None
+        for index, layer in enumerate(self._layers):
+            if isinstance(layer, BertLayer):
+                self._layers[index] = pack_layer(layer, self._kernels)
+                clear_cache()  # the first pass waits, and the freed weight is no longer needed
 
     def parameters(self) -> list[mx.array]:
         parts = [self._words, self._positions, self._second, self._norm, self._layers]

@@ -1,0 +1,211 @@
+"""BERT layers on a CPU with AVX-512: weights packed once, and numpy between the products.
+
+A call of cblas_sgemm packs the weight anew, which takes a third of its time at 17 to 68 rows.
+"""
+
+from collections.abc import Callable
+from ctypes import c_float, c_int, c_long, c_void_p
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Final
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from gateway.engine.blas import BLAS, OPENBLAS
+from gateway.engine.models.encoder_kernels import GELU_P, GELU_Q
+
+if TYPE_CHECKING:
+    from gateway.engine.embedding.bert import BertLayer, Dense, Norm
+
+Floats = npt.NDArray[np.float32]
+# pack_weight(inputs, outputs, weight, inputs of the whole, packed), pack_rows(inputs, rows, x, …)
+# and add_product(outputs, rows, inputs, 1, packed weight, packed rows, sums, outputs of the whole).
+Kernels = tuple[Callable[..., int], Callable[..., int], Callable[..., int]]
+
+# The kernels are no public interface, so only those of the pinned version are called.
+_VERSION: Final = "0.3.26"
+_CORES: Final = ("SkylakeX", "Cooperlake", "SapphireRapids")
+_COPIED: Final = (c_long, c_long, c_void_p, c_long, c_void_p)
+_MULTIPLIED: Final = (*(c_long,) * 3, c_float, *(c_void_p,) * 3, c_long)
+_OF_SGEMM: Final = (*(c_int,) * 6, c_float, *(c_void_p, c_int) * 2, c_float, c_void_p, c_int)
+# Inputs and outputs of a block, which stays in the processor's second cache.
+BLOCK: Final = 384
+# Multiply-adds of a product for which numpy's OpenBLAS wakes no other thread.
+ON_ONE_THREAD: Final = 1 << 18
+QUERY_BLOCK: Final = 128
+GELU_BLOCK: Final = 1 << 15
+
+
+@cache
+def find_kernels() -> Kernels | None:
+    """Return the functions of the wheel's OpenBLAS for this processor, or None."""
+    words = (BLAS.config or "").split()
+    core = next((word.upper() for word in words if word in _CORES), None)
+    if OPENBLAS is None or BLAS.kind != "wheel" or _VERSION not in words or core is None:
+        return None
+    names = [f"mlx_gateway_sgemm_{part}_{core}" for part in ("incopy", "oncopy", "kernel")]
+    if not all(hasattr(OPENBLAS, name) for name in names):
+        return None
+    pack_weight, pack_rows, add_product = (getattr(OPENBLAS, name) for name in names)
+    pack_weight.argtypes = pack_rows.argtypes = _COPIED
+    add_product.argtypes, OPENBLAS.cblas_sgemm.argtypes = _MULTIPLIED, _OF_SGEMM
+    return pack_weight, pack_rows, add_product
+
+
+def align(numbers: Floats) -> Floats:
+    """Return `numbers` from its first cache line on, 15 fewer at most."""
+    return numbers[-(numbers.ctypes.data // 4) % 16 :]
+
+
+@dataclass(frozen=True, slots=True)
+class PackedDense:
+    """A linear layer whose weight is packed."""
+
+    weight: mx.array
+    bias: mx.array
+    inputs: int
+    # Each block's first input, inputs, first output, outputs and address.
+    blocks: list[tuple[int, int, int, int, int]]
+    kernels: Kernels
+
+    def __call__(self, x: Floats, sums: Floats) -> Floats:
+        """Add the layer's outputs for `x` to `sums`; both are contiguous."""
+        _, pack_rows, add_product = self.kernels
+        sums += np.asarray(self.bias)
+        packed = align(np.empty(len(x) * min(BLOCK, self.inputs) + 16, np.float32))
+        begin, at, end = x.ctypes.data, packed.ctypes.data, sums.ctypes.data
+        for first, depth, output, count, weight in self.blocks:
+            if output == 0:
+                pack_rows(depth, len(x), begin + 4 * first, self.inputs, at)
+            whole = sums.shape[1]
+            add_product(count, len(x), depth, 1.0, weight, at, end + 4 * output, whole)
+        return sums
+
+
+def pack_dense(dense: "Dense", kernels: Kernels) -> PackedDense:
+    """Copy a layer's weight into packed blocks."""
+    weight = np.ascontiguousarray(np.asarray(dense.weight.T))
+    outputs, inputs = weight.shape
+    packed = mx.zeros((weight.size + 16,))
+    at, blocks = align(np.asarray(packed)).ctypes.data, []
+    for first in range(0, inputs, BLOCK):
+        depth = min(BLOCK, inputs - first)
+        for output in range(0, outputs, BLOCK):
+            count = min(BLOCK, outputs - output)
+            begin = weight.ctypes.data + 4 * (output * inputs + first)
+            kernels[0](depth, count, begin, inputs, at)
+            blocks.append((first, depth, output, count, at))
+            at += 4 * depth * count
+    bias = mx.zeros((outputs,)) if dense.bias is None else dense.bias
+    mx.eval(bias)
+    return PackedDense(packed, bias, inputs, blocks, kernels)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLayer:
+    """A BertLayer with GELU, without gate and rotation, on float32 arrays of numpy."""
+
+    qkv: PackedDense
+    attention_out: PackedDense
+    attention_norm: "Norm"
+    up: PackedDense
+    down: PackedDense
+    norm: "Norm"
+    heads: int
+
+    def __call__(self, x: Floats, bias: Floats | None, rows: int) -> None:
+        """Map (rows * tokens, dimensions) in place. Safe on any thread."""
+        flat, width = x.shape
+        with np.errstate(all="ignore"):
+            qkv = self.qkv(x, np.zeros((flat, 3 * width), np.float32))
+            split = qkv.reshape(rows, flat // rows, 3, self.heads, width // self.heads)
+            q, k, v = split.transpose(2, 0, 3, 1, 4)
+            mixed = np.empty(split[:, :, 0].shape, np.float32)
+            attend(q, k, v, bias, mixed.transpose(0, 2, 1, 3))
+            self.attention_out(mixed.reshape(flat, width), x)
+            normalize(x, self.attention_norm)
+            between = self.up(x, np.zeros((flat, self.down.inputs), np.float32))
+            gelu(between)
+            self.down(between, x)
+            normalize(x, self.norm)
+
+
+def pack_layer(layer: "BertLayer", kernels: Kernels) -> PackedLayer:
+    """Pack a layer's weights. Must run on the lane."""
+    qkv, attention_out, up, down = (
+        pack_dense(dense, kernels)
+        for dense in (layer.qkv, layer.attention_out, layer.up, layer.down)
+    )
+    norms = layer.attention_norm, layer.norm
+    return PackedLayer(qkv, attention_out, norms[0], up, down, norms[1], layer.heads)
+
+
+def attend(q: Floats, k: Floats, v: Floats, bias: Floats | None, mixed: Floats) -> None:
+    """Write to `mixed` what `attend_base2` returns."""
+    rows, heads, tokens, size = q.shape
+    if tokens * tokens * size <= ON_ONE_THREAD:
+        weights = soften(np.matmul(q, k.swapaxes(-1, -2)), bias)
+        np.matmul(weights, v, out=mixed)
+        return
+    for row, head in np.ndindex(rows, heads):
+        scores = None if bias is None else bias[row, 0]
+        for first in range(0, tokens, QUERY_BLOCK):
+            block = slice(first, first + QUERY_BLOCK)
+            weights = np.empty((len(q[row, head, block]), tokens), np.float32)
+            multiply(q[row, head, block], k[row, head].T, weights)
+            multiply(soften(weights, scores), v[row, head], mixed[row, head, block])
+
+
+def multiply(a: Floats, b: Floats, product: Floats) -> None:
+    """Write a @ b by mlx's OpenBLAS, since the threads of numpy's would compete with ours."""
+    assert OPENBLAS is not None
+    transposed = 112 if b.strides[0] == 4 else 111
+    shape = (*a.shape, b.shape[1])
+    leading = [max(array.strides) // 4 for array in (a, b, product)]
+    OPENBLAS.cblas_sgemm(
+        *(101, 111, transposed, shape[0], shape[2], shape[1], 1.0, a.ctypes.data, leading[0]),
+        *(b.ctypes.data, leading[1], 0.0, product.ctypes.data, leading[2]),
+    )
+
+
+def soften(scores: Floats, bias: Floats | None) -> Floats:
+    """Replace scores by the softmax of base 2 of scores + bias."""
+    if bias is not None:
+        scores += bias
+    scores -= scores.max(axis=-1, keepdims=True)
+    np.exp2(scores, out=scores)
+    scores /= scores.sum(axis=-1, keepdims=True)
+    return scores
+
+
+def gelu(x: Floats) -> None:
+    """Replace a contiguous array by what encoder_kernels' function of this name returns."""
+    for start in range(0, x.size, GELU_BLOCK):
+        half = x.reshape(-1)[start : start + GELU_BLOCK]
+        half *= 0.5
+        size = np.abs(half)
+        power = size * GELU_Q[0]
+        for coefficient in GELU_Q[1:3]:
+            power += coefficient
+            power *= size
+        power += GELU_Q[3]
+        for constant in GELU_P:
+            np.square(power, out=power)
+            power += constant
+        for _ in range(4):
+            np.square(power, out=power)
+        half += size
+        size /= power
+        half -= size
+
+
+def normalize(x: Floats, norm: "Norm") -> None:
+    """Normalize rows in place."""
+    x -= np.einsum("ij->i", x)[:, None] / x.shape[1]
+    variance = np.einsum("ij,ij->i", x, x) / x.shape[1] + np.float32(norm.epsilon)
+    x *= 1 / np.sqrt(variance)[:, None]
+    x *= np.asarray(norm.weight)
+    if norm.bias is not None:
+        x += np.asarray(norm.bias)
