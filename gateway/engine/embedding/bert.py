@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 
 from gateway.engine.device import Device, clear_cache, cpu_threads, pick_dtype
-from gateway.engine.embedding.packed import Floats, PackedLayer, find_kernels, pack_layer
+from gateway.engine.embedding.packed import PackedLayer, find_kernels, pack_layer, run_layers
 from gateway.engine.models.checkpoint import (
     Checkpoint,
     dequantize,
@@ -145,6 +145,8 @@ def make_layer(
     )
 
 
+# Tokens times layers that a worker computes at once, as a wait for it takes some 0.1 ms.
+WORTH_A_WAIT: Final = 256
 POSITIONS: Final = "embeddings.position_embeddings.weight"
 TYPES: Final = "embeddings.token_type_embeddings.weight"
 # Ignored weights: buffers, and the heads of task models.
@@ -332,18 +334,17 @@ class Bert:
             yield x.reshape(shape)
 
     def _run_packed(self, x: mx.array, bias: mx.array | None, rows: int) -> Iterator[mx.array]:
-        """Run the layers on a worker; yield x once, so that other passes can start meanwhile."""
+        """Run the layers on workers; yield x for each layer, so that other passes go on."""
         self._pack()
         hidden, scores = np.array(x), None if bias is None else np.array(bias)
-        running = self._workers.submit(self._compute, hidden, scores, rows)
-        yield x
-        running.result()
+        count = max(1, WORTH_A_WAIT // len(hidden))
+        for first in range(0, len(self._layers), count):
+            layers = self._layers[first : first + count]
+            running = self._workers.submit(run_layers, layers, hidden, scores, rows)
+            for _ in layers:
+                yield x
+            running.result()
         yield mx.array(hidden)
-
-    def _compute(self, x: Floats, bias: Floats | None, rows: int) -> None:
-        for layer in self._layers:
-            assert isinstance(layer, PackedLayer)
-            layer(x, bias, rows)
 
     def _pack(self) -> None:
         assert self._kernels is not None
