@@ -296,7 +296,7 @@ class Bert:
         if config.theta is not None:
             size = config.dimensions // config.heads
             rotate = make_rotation(device, config.theta, size, config.positions, config.factor)
-        self._layers: list[BertLayer | PackedLayer] = [
+        self._layers = [
             make_layer(
                 {name.removeprefix(prefix): w for name, w in weights.items() if prefix in name},
                 choice,
@@ -309,6 +309,7 @@ class Bert:
         is_plain = config.activation == "gelu" and rotate is None and not config.is_gated
         is_packed = device is Device.CPU and weights_dtype == mx.float32 and is_plain
         self._kernels = find_kernels() if is_packed else None
+        self._packed: list[PackedLayer] = []  # the first pass moves all layers here
         # Its threads start with the first pass, and end when the model is gone.
         self._workers = ThreadPoolExecutor(cpu_threads())
 
@@ -329,7 +330,6 @@ class Bert:
             yield from (state.reshape(shape) for state in self._run_packed(x, bias, rows))
             return
         for layer in self._layers:
-            assert isinstance(layer, BertLayer)
             x = layer(x, bias, rows)
             yield x.reshape(shape)
 
@@ -338,8 +338,8 @@ class Bert:
         self._pack()
         hidden, scores = np.array(x), None if bias is None else np.array(bias)
         count = max(1, WORTH_A_WAIT // len(hidden))
-        for first in range(0, len(self._layers), count):
-            layers = self._layers[first : first + count]
+        for first in range(0, len(self._packed), count):
+            layers = self._packed[first : first + count]
             running = self._workers.submit(run_layers, layers, hidden, scores, rows)
             for _ in layers:
                 yield x
@@ -348,13 +348,12 @@ class Bert:
 
     def _pack(self) -> None:
         assert self._kernels is not None
-        for index, layer in enumerate(self._layers):
-            if isinstance(layer, BertLayer):
-                self._layers[index] = pack_layer(layer, self._kernels)
-                clear_cache()  # the first pass waits, and the freed weight is no longer needed
+        while self._layers:
+            self._packed.append(pack_layer(self._layers.pop(0), self._kernels))
+            clear_cache()  # of the weight that was packed
 
     def parameters(self) -> list[mx.array]:
-        parts = [self._words, self._positions, self._second, self._norm, self._layers]
+        parts = [self._words, self._positions, self._second, self._norm, self._layers, self._packed]
         return arrays_of(parts)
 
     def _position_vectors(self, tokens: mx.array) -> mx.array:

@@ -26,7 +26,7 @@ Kernels = tuple[Callable[..., int], Callable[..., int], Callable[..., int]]
 
 # The kernels are no public interface, so only those of the pinned version are called.
 _VERSION: Final = "0.3.26"
-_CORES: Final = ("SkylakeX", "Cooperlake", "SapphireRapids")
+CORES: Final = ("SkylakeX", "Cooperlake", "SapphireRapids")
 _COPIED: Final = (c_long, c_long, c_void_p, c_long, c_void_p)
 _MULTIPLIED: Final = (*(c_long,) * 3, c_float, *(c_void_p,) * 3, c_long)
 _OF_SGEMM: Final = (*(c_int,) * 6, c_float, *(c_void_p, c_int) * 2, c_float, c_void_p, c_int)
@@ -42,7 +42,7 @@ GELU_BLOCK: Final = 1 << 15
 def find_kernels() -> Kernels | None:
     """Return the functions of the wheel's OpenBLAS for this processor, or None."""
     words = (BLAS.config or "").split()
-    core = next((word.upper() for word in words if word in _CORES), None)
+    core = next((word.upper() for word in words if word in CORES), None)
     if OPENBLAS is None or BLAS.kind != "wheel" or _VERSION not in words or core is None:
         return None
     names = [f"mlx_gateway_sgemm_{part}_{core}" for part in ("incopy", "oncopy", "kernel")]
