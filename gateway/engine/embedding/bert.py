@@ -12,7 +12,14 @@ import mlx.core as mx
 import numpy as np
 
 from gateway.engine.device import Device, clear_cache, cpu_threads, pick_dtype
-from gateway.engine.embedding.packed import PackedLayer, find_kernels, pack_layer, run_layers
+from gateway.engine.embedding.packed import (
+    Kernels,
+    NormInPlace,
+    PackedLayer,
+    find_kernels,
+    pack_dense,
+    run_layers,
+)
 from gateway.engine.models.checkpoint import (
     Checkpoint,
     dequantize,
@@ -143,6 +150,19 @@ def make_layer(
         gate=make_dense(weights, "intermediate.gate") if is_gated else None,
         rotate=rotate,
     )
+
+
+def pack_layer(layer: BertLayer, kernels: Kernels) -> PackedLayer:
+    """Pack the weights of a layer with GELU, without gate and rotation. Must run on the lane."""
+    qkv, attention_out, up, down = (
+        pack_dense(dense.weight, dense.bias, kernels)
+        for dense in (layer.qkv, layer.attention_out, layer.up, layer.down)
+    )
+    attention_norm, norm = (
+        NormInPlace(each.weight, each.bias, each.epsilon)
+        for each in (layer.attention_norm, layer.norm)
+    )
+    return PackedLayer(qkv, attention_out, attention_norm, up, down, norm, layer.heads)
 
 
 # Tokens times layers that a worker computes at once, as a wait for it takes some 0.1 ms.
@@ -350,7 +370,7 @@ class Bert:
         assert self._kernels is not None
         while self._layers:
             self._packed.append(pack_layer(self._layers.pop(0), self._kernels))
-            clear_cache()  # of the weight that was packed
+            clear_cache()  # frees the weights that were packed
 
     def parameters(self) -> list[mx.array]:
         parts = [self._words, self._positions, self._second, self._norm, self._layers, self._packed]

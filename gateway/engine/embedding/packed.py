@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from ctypes import c_float, c_int, c_long, c_void_p
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import mlx.core as mx
 import numpy as np
@@ -15,9 +15,6 @@ import numpy.typing as npt
 
 from gateway.engine.blas import BLAS, OPENBLAS
 from gateway.engine.models.encoder_kernels import GELU_P, GELU_Q
-
-if TYPE_CHECKING:
-    from gateway.engine.embedding.bert import BertLayer, Dense, Norm
 
 Floats = npt.NDArray[np.float32]
 # pack_weight(inputs, outputs, weight, inputs of the whole, packed), pack_rows(inputs, rows, x, …)
@@ -84,9 +81,9 @@ class PackedDense:
         return sums
 
 
-def pack_dense(dense: "Dense", kernels: Kernels) -> PackedDense:
-    """Copy a layer's weight into packed blocks."""
-    weight = np.ascontiguousarray(np.asarray(dense.weight.T))
+def pack_dense(matrix: mx.array, bias: mx.array | None, kernels: Kernels) -> PackedDense:
+    """Copy a layer's weight, (inputs, outputs), into packed blocks. Must run on the lane."""
+    weight = np.ascontiguousarray(np.asarray(matrix.T))
     outputs, inputs = weight.shape
     packed = mx.zeros((weight.size + 16,))
     at, blocks = align(np.asarray(packed)).ctypes.data, []
@@ -98,9 +95,27 @@ def pack_dense(dense: "Dense", kernels: Kernels) -> PackedDense:
             kernels[0](depth, count, begin, inputs, at)
             blocks.append((first, depth, output, count, at))
             at += 4 * depth * count
-    bias = mx.zeros((outputs,)) if dense.bias is None else dense.bias
+    if bias is None:
+        bias = mx.zeros((outputs,))
     mx.eval(bias)
     return PackedDense(packed, bias, inputs, blocks, kernels)
+
+
+@dataclass(frozen=True, slots=True)
+class NormInPlace:
+    """Layer normalization of rows, in place."""
+
+    weight: mx.array
+    bias: mx.array | None
+    epsilon: float
+
+    def __call__(self, x: Floats) -> None:
+        x -= np.einsum("ij->i", x)[:, None] / x.shape[1]
+        variance = np.einsum("ij,ij->i", x, x) / x.shape[1] + np.float32(self.epsilon)
+        x *= 1 / np.sqrt(variance)[:, None]
+        x *= np.asarray(self.weight)
+        if self.bias is not None:
+            x += np.asarray(self.bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,10 +124,10 @@ class PackedLayer:
 
     qkv: PackedDense
     attention_out: PackedDense
-    attention_norm: "Norm"
+    attention_norm: NormInPlace
     up: PackedDense
     down: PackedDense
-    norm: "Norm"
+    norm: NormInPlace
     heads: int
 
     def __call__(self, x: Floats, bias: Floats | None, rows: int) -> None:
@@ -125,21 +140,11 @@ class PackedLayer:
             mixed = np.empty(split[:, :, 0].shape, np.float32)
             attend(q, k, v, bias, mixed.transpose(0, 2, 1, 3))
             self.attention_out(mixed.reshape(flat, width), x)
-            normalize(x, self.attention_norm)
+            self.attention_norm(x)
             between = self.up(x, np.zeros((flat, self.down.inputs), np.float32))
             gelu(between)
             self.down(between, x)
-            normalize(x, self.norm)
-
-
-def pack_layer(layer: "BertLayer", kernels: Kernels) -> PackedLayer:
-    """Pack a layer's weights. Must run on the lane."""
-    qkv, attention_out, up, down = (
-        pack_dense(dense, kernels)
-        for dense in (layer.qkv, layer.attention_out, layer.up, layer.down)
-    )
-    norms = layer.attention_norm, layer.norm
-    return PackedLayer(qkv, attention_out, norms[0], up, down, norms[1], layer.heads)
+            self.norm(x)
 
 
 def run_layers(layers: Sequence[PackedLayer], x: Floats, bias: Floats | None, rows: int) -> None:
@@ -204,13 +209,3 @@ def gelu(x: Floats) -> None:
         half += size
         size /= power
         half -= size
-
-
-def normalize(x: Floats, norm: "Norm") -> None:
-    """Normalize rows in place."""
-    x -= np.einsum("ij->i", x)[:, None] / x.shape[1]
-    variance = np.einsum("ij,ij->i", x, x) / x.shape[1] + np.float32(norm.epsilon)
-    x *= 1 / np.sqrt(variance)[:, None]
-    x *= np.asarray(norm.weight)
-    if norm.bias is not None:
-        x += np.asarray(norm.bias)

@@ -8,17 +8,18 @@ import numpy as np
 import pytest
 
 from benchmarks.loading import load_embedding
+from gateway.engine.blas import BLAS
 from gateway.engine.device import Device
 from gateway.engine.embedding import bert, packed
-from gateway.engine.embedding.bert import BertLayer, Dense, make_layer
+from gateway.engine.embedding.bert import BertLayer, make_layer, pack_layer
 from gateway.engine.embedding.packed import (
     Kernels,
     find_kernels,
     pack_dense,
-    pack_layer,
 )
 from gateway.engine.models.encoder_kernels import PADDING_SCORE, arithmetic
-from tests.engine.embedding.test_engine import GOLDEN, rows
+from tests.engine.embedding.harness import GOLDEN
+from tests.engine.embedding.test_engine import rows
 
 FOUND = find_kernels()
 needs_kernels = pytest.mark.skipif(FOUND is None, reason="needs the wheel's AVX-512 kernels")
@@ -28,14 +29,14 @@ needs_kernels = pytest.mark.skipif(FOUND is None, reason="needs the wheel's AVX-
 def kernels(request: pytest.FixtureRequest, others: pytest.MonkeyPatch) -> Kernels:
     """Return each core's kernels; all run on any processor with AVX-512."""
     words = [request.param if word in packed.CORES else word for word in config_words()]
-    others.setattr(packed, "BLAS", replace(packed.BLAS, config=" ".join(words)))
+    others.setattr(packed, "BLAS", replace(BLAS, config=" ".join(words)))
     found = find_kernels()
     assert found is not None
     return found
 
 
 def config_words() -> list[str]:
-    return str(packed.BLAS.config).split()
+    return str(BLAS.config).split()
 
 
 @pytest.fixture
@@ -78,7 +79,7 @@ def test_a_packed_product_is_the_product(
 ) -> None:
     weight, x = np.array(draw(outputs, inputs)), np.array(draw(count, inputs))
     around = np.full((count + 2, outputs), 7, np.float32)  # nothing beside the sums is written
-    layer = pack_dense(Dense(mx.array(weight).T, draw(outputs)), kernels)
+    layer = pack_dense(mx.array(weight).T, draw(outputs), kernels)
     layer(x, around[1:-1])
     expected = x.astype(np.float64) @ weight.T + np.array(draw(outputs)) + 7
     assert np.abs(around[1:-1] - expected).max() <= 1e-6 * inputs + 1e-5
@@ -136,7 +137,7 @@ def test_vectors_and_bytes_are_those_without_packing(
 
 @needs_kernels
 def test_only_the_pinned_wheels_kernels_are_called(others: pytest.MonkeyPatch) -> None:
-    blas, config = packed.BLAS, str(packed.BLAS.config)
+    config = str(BLAS.config)
     for changed in (
         {"kind": "system"},
         {"kind": "path"},
@@ -144,7 +145,7 @@ def test_only_the_pinned_wheels_kernels_are_called(others: pytest.MonkeyPatch) -
         {"config": "OpenBLAS 0.3.26 DYNAMIC_ARCH Haswell MAX_THREADS=64"},
         {"config": None},
     ):
-        others.setattr(packed, "BLAS", replace(blas, **changed))
+        others.setattr(packed, "BLAS", replace(BLAS, **changed))
         find_kernels.cache_clear()
         assert find_kernels() is None
 
