@@ -148,7 +148,7 @@ BUDGET: dict[str, int] = {
     "cli": 2266,
     "clock": 42,
     "doctor": 527,
-    "engine": 16359,
+    "engine": 16362,
     "errors": 269,
     "ids": 6,
     "jobs": 353,

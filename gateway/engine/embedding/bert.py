@@ -329,7 +329,7 @@ class Bert:
         is_plain = config.activation == "gelu" and rotate is None and not config.is_gated
         is_packed = device is Device.CPU and weights_dtype == mx.float32 and is_plain
         self._kernels = find_kernels() if is_packed else None
-        self._packed: list[PackedLayer] = []  # the first pass moves all layers here
+        self._packed: list[PackedLayer] = []  # all layers, or none
         # Its threads start with the first pass, and end when the model is gone.
         self._workers = ThreadPoolExecutor(cpu_threads())
 
@@ -346,7 +346,7 @@ class Bert:
             x = x + types[..., None].astype(self._dtype) * self._second
         x = self._norm(x.reshape(rows * length, self.dimensions))
         yield x.reshape(shape)
-        if self._kernels is not None:
+        if self._packed:
             yield from (state.reshape(shape) for state in self._run_packed(x, bias, rows))
             return
         for layer in self._layers:
@@ -355,7 +355,6 @@ class Bert:
 
     def _run_packed(self, x: mx.array, bias: mx.array | None, rows: int) -> Iterator[mx.array]:
         """Run the layers on workers; yield x for each layer, so that other passes go on."""
-        self._pack()
         hidden, scores = np.array(x), None if bias is None else np.array(bias)
         count = max(1, WORTH_A_WAIT // len(hidden))
         for first in range(0, len(self._packed), count):
@@ -366,11 +365,12 @@ class Bert:
             running.result()
         yield mx.array(hidden)
 
-    def _pack(self) -> None:
-        assert self._kernels is not None
-        while self._layers:
+    def pack_in_steps(self) -> Iterator[None]:
+        """Pack the weights, one layer per step, if there are kernels. Must run on the lane."""
+        while self._kernels is not None and self._layers:
             self._packed.append(pack_layer(self._layers.pop(0), self._kernels))
             clear_cache()  # frees the weights that were packed
+            yield
 
     def parameters(self) -> list[mx.array]:
         parts = [self._words, self._positions, self._second, self._norm, self._layers, self._packed]

@@ -445,6 +445,8 @@ def load_embedding_in_steps(
     encoder = open_encoder(inner, inner.read_object("config.json"), device, dtype)
     projections = read_projections(checkpoint, recipe, encoder.dimensions)
     yield from read_in_slices(inner, [*encoder.parameters(), *arrays_of(projections)])
+    if isinstance(encoder, Bert):
+        yield from encoder.pack_in_steps()
     # Decoder isn't imported here: mlx-lm takes a second to import.
     if hasattr(encoder, "replace_missing"):
         yield from encoder.replace_missing(name, device, report)
