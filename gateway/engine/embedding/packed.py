@@ -51,9 +51,9 @@ def find_kernels() -> Kernels | None:
     return pack_weight, pack_rows, add_product
 
 
-def align(numbers: Floats) -> Floats:
-    """Return `numbers` from its first cache line on, 15 fewer at most."""
-    return numbers[-(numbers.ctypes.data // 4) % 16 :]
+def line_start(numbers: Floats) -> int:
+    """Return the index of the first number that begins a cache line, 15 at most."""
+    return -(numbers.ctypes.data // 4) % 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class PackedDense:
         """Add the layer's outputs for `x` to `sums`; both are contiguous."""
         _, pack_rows, add_product = self.kernels
         sums += np.asarray(self.bias)
-        packed = align(np.empty(len(x) * min(BLOCK, self.inputs) + 16, np.float32))
+        packed = np.empty(len(x) * min(BLOCK, self.inputs), np.float32)
         begin, at, end = x.ctypes.data, packed.ctypes.data, sums.ctypes.data
         for first, depth, output, count, weight in self.blocks:
             if output == 0:
@@ -85,8 +85,11 @@ def pack_dense(matrix: mx.array, bias: mx.array | None, kernels: Kernels) -> Pac
     """Copy a layer's weight, (inputs, outputs), into packed blocks. Must run on the lane."""
     weight = np.ascontiguousarray(np.asarray(matrix.T))
     outputs, inputs = weight.shape
-    packed = mx.zeros((weight.size + 16,))
-    at, blocks = align(np.asarray(packed)).ctypes.data, []
+    packed = mx.zeros((weight.size + 15,))
+    start = line_start(np.asarray(packed))
+    packed = packed[start : start + weight.size]  # shares the memory
+    mx.eval(packed)
+    at, blocks = np.asarray(packed).ctypes.data, []
     for first in range(0, inputs, BLOCK):
         depth = min(BLOCK, inputs - first)
         for output in range(0, outputs, BLOCK):
@@ -95,8 +98,7 @@ def pack_dense(matrix: mx.array, bias: mx.array | None, kernels: Kernels) -> Pac
             kernels[0](depth, count, begin, inputs, at)
             blocks.append((first, depth, output, count, at))
             at += 4 * depth * count
-    if bias is None:
-        bias = mx.zeros((outputs,))
+    bias = mx.zeros((outputs,)) if bias is None else bias
     mx.eval(bias)
     return PackedDense(packed, bias, inputs, blocks, kernels)
 
