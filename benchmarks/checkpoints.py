@@ -185,16 +185,17 @@ def write_bge_base(folder: Path, **config: Any) -> Path:
     return folder
 
 
-def write_reranker(folder: Path) -> Path:
-    """Write a BERT of 6 layers by 384 with a head of one label."""
-    size = RERANKER["hidden_size"]
+def write_reranker(folder: Path, **config: Any) -> Path:
+    """Write a BERT with a head of one label: of 6 layers by 384, unless `config` says otherwise."""
+    whole = {**RERANKER, **config}
+    size = whole["hidden_size"]
     head = {
         "bert.pooler.dense.weight": (size, size),
         "bert.pooler.dense.bias": (size,),
         "classifier.weight": (1, size),
         "classifier.bias": (1,),
     }
-    return _write_bert(folder, RERANKER, prefix="bert.", more=head)
+    return _write_bert(folder, whole, prefix="bert.", more=head)
 
 
 def _write_bert(

@@ -7,7 +7,8 @@ from typing import Any, TypeVar, cast
 
 from gateway.engine.device import Device
 from gateway.engine.embedding.cross_encoder import CrossEncoderEngine, load_cross_encoder_in_steps
-from gateway.engine.embedding.engine import EmbeddingEngine, load_embedding_in_steps
+from gateway.engine.embedding.engine import EmbeddingEngine
+from gateway.engine.embedding.loading import load_embedding_in_steps
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.generation.loading import (
     load_generation_in_steps,

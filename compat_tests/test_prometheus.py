@@ -108,7 +108,7 @@ def prometheus(folder: Path, target: str) -> Iterator[str]:
         assert process.poll() is None, log.read_text()
     finally:
         process.terminate()
-        process.wait(20)
+        process.wait(60)
 
 
 async def ask(client: httpx2.AsyncClient, path: str, **parameters: str) -> Any:

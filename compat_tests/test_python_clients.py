@@ -224,3 +224,12 @@ def test_who_asks_tei_for_vectors_has_them(url: str) -> None:
     assert code == 0, printed
     names = ["hub", "llama_index", "llama_index_async", "llama_index_queries", "chroma"]
     assert printed.splitlines()[-len(names) :] == names, printed
+
+
+def test_who_asks_cohere_for_vectors_has_them(url: str) -> None:
+    """Cohere's SDK in both versions, every type of vector; LangChain; the SDK's errors."""
+    code, printed = run("cohere_embed_clients.py", url)
+    assert code == 0, printed
+    forms = ["v2 float", "v2 int8", "v2 inputs", "v1 float", "v1 int8", "v1 lists"]
+    names = [*(f"cohere {form}" for form in forms), "langchain", "errors"]
+    assert printed.splitlines()[-len(names) :] == names, printed

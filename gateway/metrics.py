@@ -100,6 +100,11 @@ FAST_PATH = Counter(
 EMBEDDING_CACHE = Counter(
     "gateway_embedding_cache", "Texts looked up in the embedding cache.", ["model", "outcome"]
 )
+EMBEDDING_OUTPUTS = Counter(
+    "gateway_embedding_outputs",
+    "Texts embedded, by the output asked for: dense, sparse or multi_vector.",
+    ["model", "output"],
+)
 CACHED_TOKENS = Counter(
     "gateway_cached_prompt_tokens", "Prompt tokens found in the prefix cache.", ["model"]
 )

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from gateway.api.endpoints import ENDPOINTS
 from gateway.api.openapi import Endpoint, template
 from gateway.app.limits import budget_bytes
-from gateway.cli.recommend import GIB, Fit, fits, working_set
+from gateway.cli.recommend import GIB, Fit, fits, machine_with, order, working_set
 from gateway.engine.answers.reasoning import REASONING_FORMATS, ReasoningFormat
 from gateway.engine.answers.tool_formats import TOOL_FORMATS, ToolFormat
 from gateway.logs import human_bytes
@@ -41,6 +41,7 @@ GROUPS = {  # headings of docs/settings.md, each before this setting
 }
 DOCS = Path(__file__).parents[1] / "docs"
 MEMORIES = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512)  # GB, of a Mac
+MACS = (8, 16, 32, 64, 128)
 Form = TypeVar("Form", ToolFormat, ReasoningFormat)
 NAMED = 6  # models in a cell
 
@@ -66,7 +67,7 @@ def fields_table(endpoints: Iterable[Endpoint]) -> str:
         if endpoint.request is not None:
             first.setdefault(endpoint.request, name)
         if endpoint.form is not None:
-            first[endpoint.form.request] = f"{name} {endpoint.form.name}"
+            first.setdefault(endpoint.form.request, f"{name} {endpoint.form.name}")
     for request, name in first.items():
         columns = (request.served_fields(), sorted(request.harmless), list(request.refused))
         cells = [" ".join(f"`{field}`" for field in fields) for fields in columns]
@@ -135,6 +136,27 @@ def memory_table() -> str:
         cut = _names([fit for fit in chats if not fit.is_whole])
         budget = human_bytes(budget_bytes(settings, offered))
         rows.append(f"| {memory} GB | {budget} | {whole} | {cut} |")
+    return "\n".join(rows)
+
+
+def macs_table() -> str:
+    """Return the table of docs/faq.md: the models to take for a Mac with this memory."""
+    settings = Settings(_env_file=None, cache_max_bytes=None)  # type: ignore[call-arg]
+    rows = ["| Memory | To chat | Download | Context with room | Reads images | For embeddings |"]
+    rows.append("| --- | --- | --- | --- | --- | --- |")
+    for memory in MACS:
+        machine = machine_with(working_set(memory * GIB))
+        found = order(fits(machine.memory_bytes, settings), machine)
+        chat, embedding = (
+            next(f for f in found if f.kind == kind) for kind in ("chat", "embedding")
+        )
+        seeing = next((fit for fit in found if fit.kind == "chat" and fit.sees), chat)
+        other = "" if chat.sees or not seeing.sees else f"; for images `{seeing.name}`"
+        size, context = human_bytes(chat.weights_bytes), (chat.context or 0) // 1024
+        rows.append(
+            f"| {memory} GB | `{chat.name}`{other} | {size} | {context}k tokens "
+            f"| {'yes' if chat.sees else 'no'} | `{embedding.name}` |"
+        )
     return "\n".join(rows)
 
 
@@ -248,6 +270,7 @@ TABLES: dict[str, tuple[Path, Callable[[], str]]] = {
     "settings": (DOCS / "settings.md", environment_table),
     "endpoints": (DOCS / "api.md", lambda: endpoints_table(ENDPOINTS)),
     "memory": (DOCS / "models.md", memory_table),
+    "macs": (DOCS / "faq.md", macs_table),
     "fields": (DOCS / "api.md", lambda: fields_table(ENDPOINTS)),
     "tools": (DOCS / "tools.md", tools_table),
     "reasoning": (DOCS / "tools.md", reasoning_table),

@@ -1,7 +1,7 @@
 """Scripted engines: no maths, but a seam to hold, fail and watch every call."""
 
 import threading
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
@@ -35,7 +35,7 @@ from gateway.jobs.chat import (
     Sampling,
     TokenLogprob,
 )
-from gateway.jobs.embed import EmbedJob
+from gateway.jobs.embed import EmbedJob, Output, SparseVector, TextOutputs
 from gateway.jobs.images import ImageRefused
 from gateway.jobs.rerank import Pair, RerankJob
 from gateway.jobs.steps import (
@@ -75,12 +75,16 @@ class Gate:
 
     def pass_through(self) -> None:
         self.reached.set()
-        assert self._open.wait(20), "the test never opened the gate"
+        assert self._open.wait(60), "the test never opened the gate"
 
 
 @dataclass
 class ScriptedEmbedder:
-    """A text's tokens are its characters; its vector is (length, first token, 0, 1)."""
+    """A text's tokens are its characters; its vector is (length, first token, 0, 1), its weights
+    how often each token is in it, and a token's vector points to one of `token_dimensions`.
+
+    A model of multi-vectors alone has a 1 before a query, as ColBERT has a marker.
+    """
 
     dimensions: int = 4
     max_tokens: int = 100
@@ -92,9 +96,25 @@ class ScriptedEmbedder:
     batches: list[list[int]] = field(default_factory=list)
     poison: str | None = None
     is_closed: bool = False
+    token_s: float = 0.0
+    steps: int = 0  # the steps of a long row before its last one
+    stepped: list[int] = field(default_factory=list)
+    freed_on: str | None = None  # the thread on which a row in steps ended
+    outputs: tuple[Output, ...] = ("dense",)
+    token_dimensions: int = 0
+    query_length: int | None = None
+    passes: list[set[Output]] = field(default_factory=list)  # outputs of each pass
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         return [[ord(character) for character in text] for text in texts]
+
+    def encode_query(self, texts: Sequence[str]) -> list[list[int]]:
+        marker = [1] if self.outputs[0] == "multi_vector" else []
+        return [[*marker, *row] for row in self.encode(texts)]
+
+    @property
+    def query_tokens(self) -> int:
+        return self.query_length or self.max_tokens
 
     def encode_start(self, texts: Sequence[str]) -> list[list[int]]:
         return self.encode([text[: self.max_tokens + 1] for text in texts])
@@ -106,14 +126,58 @@ class ScriptedEmbedder:
         return vectors[:, :dimensions]
 
     def embed(self, rows: Sequence[TokenIds]) -> Vectors:
+        assert "dense" in self.outputs
+        self._run(rows, {"dense"})
+        return np.array([[len(row), row[0], 0, 1] for row in rows], dtype=np.float32)
+
+    def embed_outputs(
+        self, rows: Sequence[TokenIds], outputs: Collection[Output]
+    ) -> list[TextOutputs]:
+        assert set(outputs) <= set(self.outputs)
+        if {*outputs} == {"dense"}:
+            return [TextOutputs(dense=vector) for vector in self.embed(rows)]
+        self._run(rows, outputs)
+        return [
+            TextOutputs(**{output: getattr(self, f"_{output}")(row) for output in outputs})
+            for row in rows
+        ]
+
+    def _run(self, rows: Sequence[TokenIds], outputs: Collection[Output]) -> None:
         self.batches.append([len(row) for row in rows])
+        self.passes.append(set(outputs))
         self.gate.pass_through()
         if self.poison and any(ord(self.poison) in row for row in rows):
             raise RuntimeError("poisoned")
-        return np.array([[len(row), row[0], 0, 1] for row in rows], dtype=np.float32)
+
+    def _dense(self, row: TokenIds) -> Any:
+        return np.array([len(row), row[0], 0, 1], np.float32)
+
+    def _sparse(self, row: TokenIds) -> SparseVector:
+        ids, counts = np.unique(np.array(row, np.int32), return_counts=True)
+        return SparseVector(ids, (counts / 3).astype(np.float32))
+
+    def _multi_vector(self, row: TokenIds) -> Vectors:
+        return np.eye(self.token_dimensions, dtype=np.float32)[
+            [token % self.token_dimensions for token in row]
+        ]
+
+    def in_steps(
+        self, rows: Sequence[TokenIds], outputs: Collection[Output]
+    ) -> Generator[list[TextOutputs] | None]:
+        try:
+            for step in range(self.steps):
+                self.stepped.append(step)
+                self.gate.pass_through()
+                yield None
+            yield self.embed_outputs(rows, outputs)
+        finally:
+            self.freed_on = threading.current_thread().name
 
     def probe(self) -> None:
-        self.embed(self.encode(["Hello"]))
+        if "dense" in self.outputs:
+            self.embed(self.encode(["Hello"]))
+        else:
+            self.embed_outputs(self.encode(["Hello"]), self.outputs[:1])
 
     def nbytes(self) -> int:
         return 1
@@ -136,6 +200,7 @@ class ScriptedReranker:
     poison: str | None = None
     unsure: str | None = None
     is_closed: bool = False
+    token_s: float = 0.0
 
     def encode_pairs(
         self,
@@ -171,6 +236,9 @@ class ScriptedReranker:
             is_unsure = self.unsure and ord(self.unsure) in document
             logits.append([*self.others, float("nan") if is_unsure else logit])
         return np.array(logits, dtype=np.float32)
+
+    def in_steps(self, rows: Sequence[Pair]) -> Generator[Vectors | None]:
+        yield self.score(rows)
 
     def probe(self) -> None:
         self.score(self.encode_pairs("Hello", ["Hello"]))

@@ -1,4 +1,4 @@
-"""Generators: tests that make their own cases share sixty seconds of a run.
+"""Generators: tests that make their own cases share forty seconds of a run.
 
 `@pytest.mark.generator(weight=1)` gives a test its share, of processor seconds. Once that is spent
 the test has passed with the examples it had: no run becomes longer by the generators that come in,
@@ -19,8 +19,8 @@ import pytest
 from hypothesis.errors import StopTest, UnsatisfiedAssumption
 
 MARK = "generator"
-SECONDS = float(os.environ.get("GENERATOR_SECONDS", "60"))
-LEAST = 10  # examples that each runs, whatever they take
+SECONDS = float(os.environ.get("GENERATOR_SECONDS", "40"))
+LEAST = 6  # examples that each runs, whatever they take
 
 
 class Spent(BaseException):

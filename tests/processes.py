@@ -112,4 +112,4 @@ def started(arguments: list[str], folder: Path, **given: str) -> Iterator[Served
         yield Served(process, found[1], log)
     finally:
         process.kill()
-        process.wait(10)
+        process.wait(60)

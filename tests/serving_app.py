@@ -53,6 +53,7 @@ async def served_app(app: ASGIApp, settings: Settings) -> AsyncIterator[httpx2.A
     config = connections.Config()
     config.bind = [f"fd://{listener.detach()}"]
     config.graceful_timeout = 0.2
+    config.keep_alive_timeout = settings.keep_alive_timeout_s
     config.h11_max_incomplete_size = settings.read_header_bytes
     config.errorlog = None
     stop = asyncio.Event()

@@ -4,6 +4,7 @@ import ast
 import re
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -87,9 +88,10 @@ INSIDE: dict[str, dict[str, set[str]]] = {
     },
     "api": {
         "app": {
-            *("access", "dashboard", "endpoints", "middleware", "traces"),
+            *("access", "dashboard", "paths", "endpoints", "middleware", "traces"),
             *("requests", "bodies", "in_flight"),
         },
+        "paths": {"endpoints", "openapi"},
         "endpoints": {
             *("chat", "dashboard", "embeddings"),
             *("rerank", "responses", "tokenization", "models", "ops", "openapi", "requests"),
@@ -127,6 +129,7 @@ INSIDE: dict[str, dict[str, set[str]]] = {
         "completions": {"answers", "generation", "validation", "bounds"},
         "answers": {"generation"},
         "decisions": {"responses", "responses_items", "messages", "validation", "bounds"},
+        "cohere": {"embeddings", "validation", "bounds"},
         "embeddings": {"validation", "bounds"},
         "rerank": {"embeddings", "validation", "bounds"},
         "tokenization": {"images", "tools", "messages", "validation", "bounds"},
@@ -142,24 +145,24 @@ INSIDE: dict[str, dict[str, set[str]]] = {
 # shrinks lowers its budget; only the commit that says why raises one.
 BUDGET: dict[str, int] = {
     "__main__": 8,
-    "api": 2985,
-    "app": 1634,
+    "api": 3093,
+    "app": 1636,
     "bench": 306,
-    "cli": 2266,
+    "cli": 2285,
     "clock": 42,
     "doctor": 527,
-    "engine": 16362,
+    "engine": 17171,
     "errors": 269,
     "ids": 6,
-    "jobs": 353,
+    "jobs": 370,
     "logs": 146,
-    "metrics": 257,
+    "metrics": 262,
     "panics": 21,
-    "registry": 1340,
-    "server": 296,
-    "serving": 4775,
+    "registry": 1341,
+    "server": 314,
+    "serving": 4952,
     "settings": 372,
-    "wire": 3975,
+    "wire": 4228,
 }
 PACKAGES = sorted(file.parent for file in GATEWAY.rglob("__init__.py"))
 # A line of a map: names, two spaces or more, and what they are.
@@ -168,10 +171,20 @@ SLIVER = 60  # lines; what is smaller and has one importer is part of that impor
 FILES = sorted(GATEWAY.rglob("*.py"))
 
 
-def imports(file: Path) -> Iterator[str]:
+@cache
+def parsed(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
+@cache
+def imports(file: Path) -> list[str]:
     """List the modules a file imports, whole names."""
+    return [*_imports(file)]
+
+
+def _imports(file: Path) -> Iterator[str]:
     package = ("gateway", *file.relative_to(GATEWAY).parent.parts)
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    for node in ast.walk(parsed(file)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -196,6 +209,7 @@ def lines(file: Path) -> int:
     return len(file.read_text(encoding="utf-8").splitlines())
 
 
+@cache
 def code_lines(file: Path) -> int:
     """Count a file's lines of code: not blank, no comment, no docstring and no import."""
     text = file.read_text(encoding="utf-8")
@@ -204,7 +218,7 @@ def code_lines(file: Path) -> int:
         for number, line in enumerate(text.splitlines(), 1)
         if line.strip() and not line.strip().startswith("#")
     }
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(parsed(file)):
         if isinstance(node, ast.Expr | ast.Import | ast.ImportFrom):
             is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
             if is_text or not isinstance(node, ast.Expr):

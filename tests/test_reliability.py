@@ -10,6 +10,7 @@ from gateway.settings import Settings
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")
+PROMISES = (ROOT / "docs" / "promises.md").read_text(encoding="utf-8")
 UPSTREAM = (ROOT / "docs" / "upstream.md").read_text(encoding="utf-8")
 FOREIGN = (ROOT / "docs" / "llama-cpp-suite.md").read_text(encoding="utf-8")
 BYTES = TEXT.partition("\n## Where bytes are held\n")[2].partition("\n## ")[0]
@@ -18,11 +19,19 @@ CONSTANT = re.compile(r"`((?:\w+/)*\w+\.py)::([A-Za-z_]+)`")
 CITED = re.compile(r"`((?:\w+/)*test_\w+\.py(?:::\w+)?)`")
 
 
-@pytest.mark.parametrize("cited", sorted(set(CITED.findall(TEXT + FOREIGN + UPSTREAM))))
+@pytest.mark.parametrize("cited", sorted(set(CITED.findall(PROMISES + FOREIGN + UPSTREAM))))
 def test_every_test_that_is_cited_exists(cited: str) -> None:
     file, _, name = cited.partition("::")
     path = ROOT / file if file.startswith("compat_tests/") else ROOT / "tests" / file
     assert f"def {name}(" in path.read_text(encoding="utf-8") or not name
+
+
+def test_every_promise_has_a_test_by_its_number() -> None:
+    promised = re.findall(r"^\| (\d+) \| ", TEXT.partition("\n## Where")[0], re.MULTILINE)
+    provoked = re.findall(r"^\| (\d+) \| (.+) \|$", PROMISES, re.MULTILINE)
+    assert [number for number, _ in provoked] == promised
+    assert len(promised) > 50
+    assert all(CITED.search(tests) for _, tests in provoked)
 
 
 def test_every_foreign_behaviour_is_tested_or_has_a_reason() -> None:

@@ -6,6 +6,7 @@
     forcing   answers with given tokens, through the engine's own passes
     parity    rows in every way beside the rows alone
     speed     our engine and mlx-lm's BatchGenerator in turn
+    cells     embeddings and reranking as mlxcel's public tables have them
     serving   servers over HTTP, embeddings, the lane
     parts     the parts that are run, numbered
     results   the findings of parts, and the file that keeps them

@@ -16,6 +16,7 @@ TITLES: Final = {
     "host time": "Host time",
     "embeddings": "Embeddings a second",
     "a turn of the lane": "A turn of the lane",
+    "public cells": "Embeddings and reranking beside mlxcel's tables",
 }
 HOW: Final = {
     "tokens": "So many answers begin at once, greedy and equally long; prompts of 32 tokens (30 "
@@ -31,6 +32,12 @@ HOW: Final = {
     "embeddings": "Texts of 15 words: in one pass of the engine, or over HTTP, a text a request.",
     "a turn of the lane": "What it takes to gain the lane and give it back; with a call, to its "
     "thread and back as well; with a step, also a decode step of a model.",
+    "public cells": "One request's texts in one pass of the engine, without tokenizer and HTTP: "
+    "the median of five passes, after one that does not count. A short text has 18 tokens, a long "
+    "one as many as mlxcel's paragraph has with the model's tokenizer (256 to 686), a pair 34. "
+    "mlxcel's columns are its own figures on other devices, with tokenizer and HTTP, for trained "
+    "weights (https://github.com/lablup/mlxcel, docs/benchmark_results/embeddings-rerank-*: GB10 "
+    "2026-08-26, M5 Max and M1 Ultra 2026-09-09).",
 }
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from benchmarks.checkpoints import write_bge_base, write_reranker
+from benchmarks.device.cells import NAME, measure_cells
 from benchmarks.device.parity import Comparison, compare_chat, compare_embeddings, compare_scores
 from benchmarks.device.results import Result
 from benchmarks.device.shapes import FORMATS, NARROW, SHAPES, Shape, folder_of
@@ -134,6 +135,7 @@ def parts(*, is_small: bool) -> list[Part]:
         Part("host", 60, _measure_host),
         Part("embeddings", 30, _measure_embeddings, needs_http=True),
         Part("lane", 20, _measure_lane, needs_http=True),
+        Part(NAME, 180, _measure_cells, 0 if is_small else _need(3, 2)),
     ]
 
 
@@ -262,6 +264,12 @@ def _measure_lane(bench: Bench) -> Result:
     prepare(bench.device)
     folder, name, form = _narrow(bench)
     return Result("done", figures=asyncio.run(measure_lane(folder, name, form, bench.device)))
+
+
+def _measure_cells(bench: Bench) -> Result:
+    prepare(bench.device)
+    figures = measure_cells(bench.models, bench.device, is_small=bench.is_small)
+    return Result("done", figures=figures)
 
 
 def pick(listed: Sequence[Part], numbers: Sequence[int]) -> list[Part]:

@@ -67,6 +67,7 @@ def _count_batch() -> None:
         metrics.of(metrics.QUEUE_DEPTH, MINILM).set(depth)
     metrics.of(metrics.FAST_PATH, MINILM).inc()
     metrics.count_prompt(MINILM, TOKENS)
+    metrics.of(metrics.EMBEDDING_OUTPUTS, MINILM, "dense").inc()
     metrics.of(metrics.BATCH_ROWS, MINILM).observe(1)
     metrics.of(metrics.BATCH_PADDING, MINILM).observe(0)
     metrics.of(metrics.LANE_WAIT, "embedding").observe(0)

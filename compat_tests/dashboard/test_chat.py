@@ -133,12 +133,20 @@ def test_why_an_answer_ended_is_said(page: Any, reason: str, said: str) -> None:
     assert foot(page) == said
 
 
-@pytest.mark.parametrize("how", ["the button", "Escape"])
+@pytest.mark.parametrize("how", ["the button", "Escape", "Escape at Send", "Escape elsewhere"])
 def test_an_answer_is_stopped_and_what_was_written_is_part_of_the_talk(page: Any, how: str) -> None:
-    ask(page)
+    if how == "Escape at Send":
+        page.fill("#chat [name=text]", QUESTION)
+        page.get_by_role("button", name="Send").click()
+    else:
+        ask(page)
     feed(page, content="Par")
     page.locator("#chat .words", has_text="Par").wait_for()
-    if how == "Escape":
+    if how == "Escape at Send":
+        assert page.evaluate("document.activeElement.textContent") == "Send"
+    if how == "Escape elsewhere":
+        page.locator("h1").click()
+    if how.startswith("Escape"):
         page.keyboard.press("Escape")
     else:
         page.locator("#chat .stop").press("Enter")
@@ -146,6 +154,57 @@ def test_an_answer_is_stopped_and_what_was_written_is_part_of_the_talk(page: Any
     assert page.evaluate("document.activeElement.name") == "text"
     ask(page, "Go on")
     assert [each["content"] for each in sent(page)["messages"]] == [QUESTION, "Par", "Go on"]
+
+
+def test_a_button_keeps_the_focus_and_sends_once(page: Any) -> None:
+    """While an answer is written, Send does nothing; Stop, once it is gone, leads to the field."""
+    page.get_by_role("button", name="Send").focus()
+    for _ in range(3):
+        page.keyboard.press("Enter")
+    feed(page, content="Par")
+    page.locator("#chat .words", has_text="Par").wait_for()
+    assert page.evaluate("document.activeElement.textContent") == "Send"
+    assert page.evaluate("asked.length") == 1
+    page.locator("#chat .stop").focus()
+    answered(page, "is.")
+    page.locator("#chat .stop").wait_for(state="hidden")
+    assert page.evaluate("document.activeElement.name") == "text"
+
+
+def test_an_empty_line_asks_the_example_only_at_the_beginning(page: Any) -> None:
+    page.fill("#chat [name=text]", "  ")
+    page.locator("#chat [name=text]").press("Enter")
+    answered(page, "Paris.")
+    page.locator("#chat .stop").wait_for(state="hidden")
+    page.locator("#chat [name=text]").press("Enter")
+    ask(page, "And of Italy?")
+    assert [each["content"] for each in sent(page)["messages"]] == [
+        QUESTION, "Paris.", "And of Italy?"
+    ]  # fmt: skip
+
+
+def test_a_conversation_cleared_in_mid_answer_leaves_nothing(page: Any) -> None:
+    ask(page)
+    feed(page, content="Par")
+    page.locator("#chat .words", has_text="Par").wait_for()
+    page.locator("#chat .clear").click()
+    page.locator("#chat .stop").wait_for(state="hidden")
+    assert turns(page) == []
+    assert page.locator("#chat .result").text_content() == ""
+
+
+@pytest.mark.parametrize("width", [1280, 400])
+def test_the_words_of_a_table_stay_whole(page: Any, width: int) -> None:
+    page.set_viewport_size({"width": width, "height": 900})
+    ask(page)
+    words = ["Continuous", "partially", "Schema", "applicable", "documentation"]
+    answered(page, f"|{'|'.join(words)}|\n|{'-|' * 5}\n|{'|'.join(words)}|\n")
+    heights = page.locator("#chat .words :is(th, td)").evaluate_all(
+        "cells => cells.map((cell) => { const range = document.createRange();"
+        " range.selectNodeContents(cell); return range.getClientRects().length; })"
+    )
+    assert heights == [1] * 10
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
 def test_an_answer_that_ends_in_an_error_says_which(page: Any) -> None:

@@ -11,7 +11,7 @@ ALLOWED = {
     *("p", "span", "h3", "hr", "blockquote", "ul", "ol", "li", "em", "strong", "del"),
     *("code", "pre", "div", "button", "table", "thead", "tbody", "tr", "th", "td"),
 }
-ATTRIBUTES = {"class", "start", "tabindex", "type", "title"}
+ATTRIBUTES = {"class", "start", "tabindex", "type", "title", "role", "aria-label"}
 # `write(text, size)` gives the text to a writer in pieces of that size, each shown at once, and
 # returns the element; `random(seed)` is a generator of numbers below 1.
 TOOLS = """async () => {
@@ -91,8 +91,9 @@ CASES: list[tuple[str, str]] = [
     ),
     (
         "| a | b |\n|---|:-:|\n| 1 | `x\\|y` |\nEnd",
-        "<table><thead><tr><th>a</th><th>b</th></tr></thead><tbody><tr><td>1</td><td>"
-        "<code>x|y</code></td></tr></tbody></table><p><span>End</span></p>",
+        '<div class="wide" tabindex="0" role="region" aria-label="A table"><table><thead><tr>'
+        "<th>a</th><th>b</th></tr></thead><tbody><tr><td>1</td><td><code>x|y</code></td></tr>"
+        "</tbody></table></div><p><span>End</span></p>",
     ),
     (
         "```js\nlet a = 1;\n\n  **b**\n```\nEnd",

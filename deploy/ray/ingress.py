@@ -26,9 +26,9 @@ from deploy.ray.merging import Answer, merge
 from gateway import clock, logs
 from gateway.api.access import protect
 from gateway.api.bodies import Bodies, read_body
-from gateway.api.endpoints import METERED_PATHS, OPEN_PATHS
 from gateway.api.in_flight import InFlight, RequestContext, context_of, while_connected
 from gateway.api.middleware import is_anthropic
+from gateway.api.paths import METERED_PATHS, OPEN_PATHS
 from gateway.api.streams import frame
 from gateway.app.gateway import access_rules
 from gateway.errors import GatewayError, ModelNotFound, ModelsFileInvalid, Unavailable

@@ -1,6 +1,7 @@
 """HTTP: one file for each endpoint, no tensors. From the top down:
 
 app                           the application: routes, access, errors
+paths                         sets of paths: open, metered, untraced
 endpoints                     the table of all endpoints
 access                        API keys, hosts, origins, rate limits
 chat                          chat completions, completions, Anthropic's messages, decisions

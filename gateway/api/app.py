@@ -13,8 +13,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from gateway.api import dashboard
 from gateway.api.access import ADMIN, AccessRules, protect
 from gateway.api.bodies import Bodies
-from gateway.api.endpoints import ENDPOINTS, METERED_PATHS, OPEN_PATHS, PATHS, UNSERVED
+from gateway.api.endpoints import ENDPOINTS
 from gateway.api.in_flight import InFlight, context_of
+from gateway.api.paths import METERED_PATHS, OPEN_PATHS, PATHS, UNSERVED
 from gateway.api.requests import Service
 from gateway.errors import GatewayError, MethodNotAllowed, UnknownUrl, shorten
 

@@ -28,19 +28,19 @@ class Bodies:
     """The total bytes of request bodies under way, and of answers not read yet."""
 
     def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
         self.nbytes = 0
 
     def has_room(self, more: int, nbytes: int) -> bool:
         """Return True if a body of `nbytes` may grow by `more`; the only body always may."""
-        return self.nbytes == nbytes or self.nbytes + more <= self._max_bytes
+        return self.nbytes == nbytes or self.nbytes + more <= self.max_bytes
 
 
 class Body:
     """The share of one request body, or one answer, in the total of `Bodies`."""
 
     def __init__(self, bodies: Bodies) -> None:
-        self._bodies = bodies
+        self.bodies = bodies
         self._nbytes = 0
 
     def count(self, size: int, *, is_refusable: bool = True) -> None:
@@ -48,13 +48,13 @@ class Body:
         nbytes = max(0, size - UNCOUNTED_BYTES)
         more = nbytes - self._nbytes
         # A body without room is refused: two half-read bodies could wait for each other forever.
-        if is_refusable and more > 0 and not self._bodies.has_room(more, self._nbytes):
+        if is_refusable and more > 0 and not self.bodies.has_room(more, self._nbytes):
             raise Unavailable(
                 "The requests being read and the answers being sent are too large together. "
                 "Please try again shortly.",
                 retry_after_s=1,
             )
-        self._bodies.nbytes += more
+        self.bodies.nbytes += more
         self._nbytes = nbytes
 
     def count_answer(self, size: int) -> None:

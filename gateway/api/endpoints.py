@@ -1,6 +1,5 @@
 """The table of all endpoints."""
 
-from collections.abc import Iterable
 from functools import partial
 
 from starlette.requests import Request
@@ -39,6 +38,8 @@ from gateway.errors import (
     Unavailable,
     UnknownUrl,
 )
+from gateway.wire import rerank as ranking
+from gateway.wire import tokenization as tokens
 from gateway.wire.anthropic import (
     AnthropicMessage,
     CountMessageTokensRequest,
@@ -47,30 +48,25 @@ from gateway.wire.anthropic import (
 )
 from gateway.wire.anthropic_stream import MessageEvent
 from gateway.wire.chat import ChatCompletion, ChatCompletionChunk, ChatRequest
+from gateway.wire.cohere import CohereEmbeddings, CohereErrorBody, CohereRequest
 from gateway.wire.completions import Completion, CompletionRequest
 from gateway.wire.decisions import Decision, DecisionsRequest
-from gateway.wire.embeddings import Embeddings, EmbeddingsRequest, Info, InputsRequest, Vectors
-from gateway.wire.pulls import PullProgress, PullRequest
-from gateway.wire.rerank import (
-    RankedText,
-    Reranking,
-    RerankRequest,
-    ScoreRequest,
-    Scores,
-    TextsErrorBody,
-    TextsRequest,
+from gateway.wire.embeddings import (
+    Embeddings,
+    EmbeddingsRequest,
+    Info,
+    InputsRequest,
+    Pooled,
+    PoolingRequest,
+    SparseRequest,
+    SparseVectors,
+    Vectors,
 )
+from gateway.wire.pulls import PullProgress, PullRequest
 from gateway.wire.responses import DeletedResponse, InputTokens, ResponsesRequest
 from gateway.wire.responses import Response as WireResponse
 from gateway.wire.responses_items import InputItems
 from gateway.wire.responses_stream import ResponseEvent
-from gateway.wire.tokenization import (
-    Detokenized,
-    DetokenizeRequest,
-    Tokenized,
-    TokenizeRequest,
-    TokenizerInfo,
-)
 
 PAGE_ERRORS: Errors = (Forbidden, Unavailable)  # raised only if no keys are set
 
@@ -82,24 +78,57 @@ async def _describe(service: Service, request: Request) -> Response:
 ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint(
         "POST /v1/embeddings",
-        embeddings.answer,
+        partial(embeddings.answer, shape=EmbeddingsRequest),
         summary="Turn texts into vectors",
         details="Takes a string, a list of strings or, where the model allows it, token ids; "
         "answers in `float` or `base64`; `dimensions` for Matryoshka models; also "
-        "`truncate` and `prompt_name`.",
+        "`truncate` and `prompt_name`. With `output`: dense, sparse and multi-vector "
+        "[outputs](#sparse-and-multi-vector-outputs).",
         request=EmbeddingsRequest,
         answer=Embeddings,
         operation="embeddings",
     ),
     Endpoint(
+        "POST /v2/embed",
+        embeddings.embed_v2,
+        summary="Turn texts into vectors, as Cohere does",
+        details="As floats, int8, bits or base64; `input_type` chooses a prompt; [more](#cohere).",
+        request=CohereRequest,
+        answer=CohereEmbeddings,
+        cohere_error=CohereErrorBody,
+        operation="embeddings",
+    ),
+    Endpoint(
         "POST /v1/embed",
-        embeddings.embed,
+        partial(embeddings.embed, shape=InputsRequest),
         summary="Turn texts into vectors, as TEI does",
         details="The answer is a bare list of the vectors, each of unit length; errors are TEI's. "
-        "Without `model`, a loaded embedding model answers, or else the first one.",
+        "Without `model`, a loaded embedding model answers, or else the first one. With `texts`, "
+        "body, answer and errors are those of [Cohere's v1](#cohere).",
         request=InputsRequest,
+        form=Form("with `texts`", CohereRequest, CohereEmbeddings),
         answer=Vectors,
-        texts_error=TextsErrorBody,
+        texts_error=ranking.TextsErrorBody,
+        cohere_error=CohereErrorBody,
+        operation="embeddings",
+    ),
+    Endpoint(
+        "POST /v1/embed_sparse",
+        partial(embeddings.embed, shape=SparseRequest),
+        summary="Turn texts into sparse vectors, as TEI does",
+        details="The answer is a list for each text, of token ids and weights above 0.",
+        request=SparseRequest,
+        answer=SparseVectors,
+        texts_error=ranking.TextsErrorBody,
+        operation="embeddings",
+    ),
+    Endpoint(
+        "POST /v1/pooling",
+        partial(embeddings.answer, shape=PoolingRequest),
+        summary="Turn texts into vectors, or their tokens, as vLLM does",
+        details="`task` is `embed` or `token_embed`; without it, the first that the model has.",
+        request=PoolingRequest,
+        answer=Pooled,
         operation="embeddings",
     ),
     Endpoint(
@@ -116,10 +145,11 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         summary="Sort documents by how well they answer a query",
         details="Takes the bodies of Cohere, Jina, vLLM, infinity, llama.cpp and, with `texts`, "
         "[TEI's](#reranking). Works with rerank models, and with embedding models, whose scores "
-        "are cosines.",
-        request=RerankRequest,
-        form=Form("with `texts`", TextsRequest, RankedText, TextsErrorBody),
-        answer=Reranking,
+        "are cosines or, for ColBERT, MaxSim.",
+        request=ranking.RerankRequest,
+        form=Form("with `texts`", ranking.TextsRequest, ranking.RankedTexts),
+        answer=ranking.Reranking,
+        texts_error=ranking.TextsErrorBody,
         operation="rerank",
     ),
     Endpoint(
@@ -128,8 +158,8 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         summary="Score pairs of texts",
         details="As vLLM does: `text_1` is one text for all of `text_2`, or a list of the same "
         "length. The scores are in the order of `text_2`.",
-        request=ScoreRequest,
-        answer=Scores,
+        request=ranking.ScoreRequest,
+        answer=ranking.Scores,
         operation="rerank",
     ),
     Endpoint(
@@ -243,15 +273,15 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         summary="Return the tokens of a prompt or of a conversation, as vLLM does",
         details="Also serves lm-eval's `remote` tokenizer. Without `model`, a loaded chat model is "
         "used, or else the first one.",
-        request=TokenizeRequest,
-        answer=Tokenized,
+        request=tokens.TokenizeRequest,
+        answer=tokens.Tokenized,
     ),
     Endpoint(
         "POST /v1/detokenize",
         tokenization.detokenize,
         summary="Return the text of tokens, as vLLM does",
-        request=DetokenizeRequest,
-        answer=Detokenized,
+        request=tokens.DetokenizeRequest,
+        answer=tokens.Detokenized,
     ),
     Endpoint(
         "GET /v1/tokenizer_info",
@@ -259,7 +289,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         summary="Return a model's special tokens and chat template, as vLLM does",
         details="`?model=` names the model; without it, a loaded chat model is used, or else the "
         "first one. No model is loaded for this: 404 if its files are not on this disk.",
-        answer=TokenizerInfo,
+        answer=tokens.TokenizerInfo,
         errors=(ModelNotFound, BadRequest, RateLimited, DeadlineExceeded),
     ),
     Endpoint(
@@ -467,29 +497,3 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         is_admin=True,
     ),
 )
-
-
-def _paths(endpoints: Iterable[Endpoint]) -> frozenset[str]:
-    return frozenset(path.removeprefix("/v1") for endpoint in endpoints for path in endpoint.paths)
-
-
-# The first path segments (after /v1) of OpenAI's endpoints that are not served.
-UNSERVED = frozenset(
-    [
-        *("assistants", "audio", "batches", "chatkit", "containers", "conversations", "edits"),
-        *("engines", "evals", "files", "fine-tunes", "fine_tuning", "images", "moderations"),
-        *("organization", "realtime", "skills", "threads", "uploads", "vector_stores", "videos"),
-    ]
-)
-PATHS = _paths(endpoint for endpoint in ENDPOINTS if not endpoint.is_admin)
-OPERATIONS = {
-    path: endpoint.operation
-    for endpoint in ENDPOINTS
-    for path in endpoint.paths
-    if endpoint.operation
-}
-UNTRACED_PATHS = frozenset(
-    path for endpoint in ENDPOINTS if not endpoint.is_traced for path in endpoint.paths
-)
-OPEN_PATHS = _paths(endpoint for endpoint in ENDPOINTS if endpoint.is_open and not endpoint.is_page)
-METERED_PATHS = _paths(endpoint for endpoint in ENDPOINTS if endpoint.is_metered)

@@ -60,6 +60,7 @@ class RequestContext:
     rate_headers: Callable[[], Iterable[tuple[bytes, bytes]]] = tuple
 
     asked: float | None = None  # when the request's time limit began, set by Service.caller
+    is_cohere: bool = False  # True: errors have Cohere's `message` too
     is_watch: bool = False  # True: the request is for the dashboard's samples
     status: int | None = None
     error: str | None = None  # code of the error that was sent to the client
@@ -183,18 +184,27 @@ async def while_connected(receive: Receive) -> AsyncIterator[None]:
         if not is_over:
             task.cancel()
 
-    disconnect = asyncio.ensure_future(wait_for_disconnect(receive))
-    disconnect.add_done_callback(cancel_task)
+    disconnect: asyncio.Task[None] | None = None
+
+    def watch() -> None:
+        nonlocal disconnect
+        disconnect = asyncio.ensure_future(wait_for_disconnect(receive))
+        disconnect.add_done_callback(cancel_task)
+
+    # A block that never waits, such as for cached vectors, needs no task that watches.
+    start = asyncio.get_running_loop().call_soon(watch)
     try:
         yield
     except asyncio.CancelledError:
         # If the task was also cancelled for another reason, that cancellation goes on.
-        if disconnect.done() and task.uncancel() == 0:
+        if disconnect is not None and disconnect.done() and task.uncancel() == 0:
             raise ClientDisconnect from None
         raise
     finally:
         is_over = True
-        disconnect.cancel()
+        start.cancel()
+        if disconnect is not None:
+            disconnect.cancel()
 
 
 async def wait_for_disconnect(receive: Receive) -> None:

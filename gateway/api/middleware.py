@@ -53,11 +53,13 @@ def speaks_anthropic(path: str, headers: Mapping[bytes, bytes]) -> bool:
 
 
 class ErrorResponse(Response):
-    """An error as JSON, in OpenAI's or Anthropic's format."""
+    """An error as JSON, in OpenAI's, Anthropic's or Cohere's format."""
 
     def __init__(self, error: GatewayError, context: RequestContext) -> None:
         body: object = error.body()
         status = int(error.status)
+        if context.is_cohere:
+            body = {"message": error.message, **error.body()}
         if context.is_anthropic:
             body, status = error_body(error, context.request_id), error_status(error)
         super().__init__(
@@ -145,6 +147,7 @@ class Context:
             headers=headers,
             request_id=request_id,
             is_anthropic=speaks_anthropic(scope["path"], headers),
+            is_cohere=scope["path"].endswith("/v2/embed"),
             body=Body(self._bodies),
             unread=Body(self._bodies),
             routing_keys=scope.get("routing_keys", RoutingKeys()),

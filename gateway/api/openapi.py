@@ -68,12 +68,11 @@ register_url_convertor("number", _Number())
 
 
 class Form(NamedTuple):
-    """A second request format that an endpoint accepts, with its answer and its error."""
+    """A second request format that an endpoint accepts, with its answer."""
 
     name: str  # how to recognize such a body, for the docs
     request: type[WireRequest]
-    item: Any  # the type of one item of the answer, which is a list
-    error: Any
+    answer: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +88,8 @@ class Endpoint:
     request: type[WireRequest] | None = None
     form: Form | None = None
     answer: Any = None  # type of the answer, if /openapi.json describes it
-    texts_error: Any = None  # type of the errors, if they have TEI's format
+    texts_error: Any = None  # type of the errors in TEI's format, if there are any
+    cohere_error: Any = None  # type of the errors in Cohere's format, if there are any
     events: Any = None
     content_type: str = "application/json"
     statuses: tuple[int, ...] = (200,)
@@ -146,9 +146,9 @@ class Endpoint:
 
     @property
     def shapes(self) -> Sequence[Any]:
-        shapes = [self.answer, self.events, self.texts_error]
+        shapes = [self.answer, self.events, self.texts_error, self.cohere_error]
         if self.form is not None:
-            shapes += [self.form.item, self.form.error]
+            shapes.append(self.form.answer)
         return [shape for shape in shapes if shape is not None]
 
 
@@ -256,8 +256,7 @@ def _success_responses(endpoint: Endpoint) -> Schema:
     if endpoint.answer is not None:
         schema = reference(endpoint.answer)
         if endpoint.form is not None:
-            items = {"type": "array", "items": reference(endpoint.form.item)}
-            schema = {"anyOf": [schema, items]}
+            schema = {"anyOf": [schema, reference(endpoint.form.answer)]}
         content[endpoint.content_type] = {"schema": schema}
     if endpoint.events is not None:
         content["text/event-stream"] = {
@@ -275,10 +274,11 @@ def _error_responses(endpoint: Endpoint) -> Schema:
         shapes = {error_status(error): [AnthropicErrorBody] for error in endpoint.all_errors}
     if endpoint.bare_path.startswith(MODELS):
         shapes = {status: [*bodies, AnthropicErrorBody] for status, bodies in shapes.items()}
-    form_error = endpoint.form.error if endpoint.form is not None else endpoint.texts_error
-    if form_error is not None:
+    if endpoint.cohere_error is not None:
+        shapes = {status: [*bodies, endpoint.cohere_error] for status, bodies in shapes.items()}
+    if endpoint.texts_error is not None:
         for status in TEXTS_ERROR_STATUSES:
-            shapes[status] = [*shapes.get(status, ()), form_error]
+            shapes[status] = [*shapes.get(status, ()), endpoint.texts_error]
     responses: Schema = {}
     for status, bodies in shapes.items():
         schema = reference(bodies[0])

@@ -1,6 +1,7 @@
 """GET /health, /ready, /version, /metrics and /openapi.json, for supervisors and tools."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from http import HTTPStatus
 from typing import NotRequired
@@ -54,15 +55,21 @@ async def index(service: Service, request: Request) -> Response:
         return reply(body)
     body |= {"dashboard": "/dashboard", "docs": "/docs"}
     headers = {"vary": "Accept"}
-    if request.url.path != "/" or not _is_browser(request.headers.get("accept", "")):
+    if request.url.path != "/" or not _wants_page(request.headers.getlist("accept")):
         return reply(body, headers=headers)
     # The address is relative, so that it is right behind a proxy that adds a prefix.
     return reply(body, HTTPStatus.TEMPORARY_REDIRECT, headers={"location": "dashboard", **headers})
 
 
-def _is_browser(accept: str) -> bool:
-    """Return whether a page is asked for by name: `*/*` is what curl and SDKs send."""
-    return "text/html" in (item.partition(";")[0].strip() for item in accept.lower().split(","))
+def _wants_page(accepts: Sequence[str]) -> bool:
+    """Return whether a page is preferred by name to JSON: `*/*` is what curl and SDKs send."""
+    weights = {"text/html": 0.0, "application/json": 0.0}
+    for item in ",".join(accepts).lower().split(","):
+        kind, *parameters = (part.strip() for part in item.split(";"))
+        quality = next((part[2:] for part in parameters if part.startswith("q=")), "1")
+        with suppress(ValueError):
+            weights[kind] = float(quality)
+    return weights["text/html"] > weights["application/json"]
 
 
 async def health(service: Service, request: Request) -> Response:

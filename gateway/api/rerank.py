@@ -1,13 +1,13 @@
 """POST /v1/rerank, /v2/rerank and /v1/score."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.api.in_flight import while_connected
+from gateway.api.in_flight import context_of, while_connected
 from gateway.api.requests import Service, ignored_header, reply, time_stage
 from gateway.clock import Stage
 from gateway.errors import GatewayError
@@ -18,6 +18,7 @@ from gateway.serving.admission import Arrival
 from gateway.wire import rerank as wire
 
 R = TypeVar("R", bound=wire.ScoringRequest)
+FLOAT_BYTES = 4
 
 
 async def rerank(service: Service, request: Request) -> Response:
@@ -25,7 +26,7 @@ async def rerank(service: Service, request: Request) -> Response:
     with service.arrivals.expect() as arrival:
         body = await service.read_body(request)
         # TEI's API has the same path, but `texts` instead of `documents`.
-        if wire.may_be_texts(body) and await _is_texts(service, request, body):
+        if await _is_texts(service, request, body):
             try:
                 return await _rerank_texts(service, request, body, arrival)
             except GatewayError as error:
@@ -93,8 +94,9 @@ async def _score(
         asked = parsed.request
         resolved, spec, job = await service.run_on_body(body, translate, asked)
     lease = service.lease(spec, job.caller, asked)
+    most = context_of(request).unread.bodies.max_bytes // FLOAT_BYTES
     async with while_connected(request.receive), lease as batcher:
-        answer = await batcher.rerank(job, arrival)
+        answer = await batcher.rerank(replace(job, max_numbers=most), arrival)
     ignored = parsed.ignored
     reads_instruction = isinstance(spec, RerankSpec) and spec.scoring == "labels"
     if asked.instruction is not None and not reads_instruction:

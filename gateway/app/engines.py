@@ -33,7 +33,8 @@ from gateway.engine.device import (
 )
 from gateway.engine.device_faults import classify
 from gateway.engine.embedding.cross_encoder import find_transformer, load_cross_encoder_in_steps
-from gateway.engine.embedding.engine import load_embedding_in_steps
+from gateway.engine.embedding.loading import load_embedding_in_steps
+from gateway.engine.embedding.outputs import heads_bytes
 from gateway.engine.embedding.pooling import weight_folders
 from gateway.engine.hub import Hub, ask_hub, download, fetched_bytes, free_bytes, on_disk
 from gateway.engine.hub_offer import look, require_public
@@ -245,12 +246,14 @@ class MlxEngines:
         if isinstance(spec, ChatSpec):
             return self._chat.size(spec, files, self._find_draft(spec))
         checkpoint = Checkpoint(spec.id, files)
-        parts = [checkpoint]
+        parts, heads = [checkpoint], 0
         if isinstance(spec, EmbeddingSpec):
             parts = weight_folders(checkpoint, spec.pooling, spec.normalize)
+            heads = heads_bytes(parts[0])
         elif not _scores_labels(spec):
             parts = [find_transformer(checkpoint)]
-        return Size(sum(weights_bytes(part, self._device, spec.weights_dtype) for part in parts))
+        weights = [weights_bytes(part, self._device, spec.weights_dtype) for part in parts]
+        return Size(sum(weights) + heads)
 
     def _draft_of(self, spec: ModelSpec) -> ChatSpec | None:
         if not isinstance(spec, ChatSpec):

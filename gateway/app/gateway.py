@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from starlette.types import ASGIApp
 
 from gateway import __version__, clock, logs, metrics
-from gateway.api import app, endpoints
+from gateway.api import app, paths
 from gateway.api.access import AccessRules
 from gateway.api.bodies import Bodies
 from gateway.api.in_flight import InFlight, Watchers
@@ -350,7 +350,7 @@ def _make_tracer() -> "Tracer | None":
     except ImportError as error:
         log.warning("traces_unavailable", error=str(error), hint="pip install 'mlx-gateway[otel]'")
         return None
-    return Tracer(endpoints.OPERATIONS, endpoints.UNTRACED_PATHS)
+    return Tracer(paths.OPERATIONS, paths.UNTRACED_PATHS)
 
 
 @contextlib.asynccontextmanager

@@ -46,8 +46,8 @@ _WARM_UP = SequenceParams(prompt=[0], max_tokens=2, sampling=Sampling(temperatur
 def warm_encoder(name: str, engine: Any) -> None:
     """Embed a word or score a pair. Raises ModelLoadFailed."""
     try:
-        if hasattr(engine, "embed"):
-            engine.embed(engine.encode(["Hello"]))
+        if hasattr(engine, "embed_outputs"):
+            engine.embed_outputs(engine.encode(["Hello"]), engine.outputs)
         else:
             engine.score(engine.encode_pairs("Hello", ["Hello"]))
     except EngineFailed as error:

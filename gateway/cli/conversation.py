@@ -119,12 +119,16 @@ class Conversation:
     def answer(self, question: str, pictures: Sequence[Path] = ()) -> None:
         """Show an answer as it is written, and keep what was said, whole or not."""
         self.turns.append(make_question(question, pictures))
-        asked = ask(self.url, first_key(self.settings), self.body())
-        with closing(asked), closing(self.hear(asked)) as heard:
-            (lazy.screen.Screen(lazy.Console()).draw if sys.stdout.isatty() else write)(heard)
+        try:
+            asked = ask(self.url, first_key(self.settings), self.body())
+            with closing(asked), closing(self.hear(asked)) as heard:
+                (lazy.screen.Screen(lazy.Console()).draw if sys.stdout.isatty() else write)(heard)
+        finally:
+            if self.turns[-1]["role"] == "user":  # without an answer, the question is taken back
+                self.turns.pop()
 
     def hear(self, pieces: Iterable[Piece]) -> Generator[Piece, None, None]:
-        """Yield an answer, and keep it as far as it comes; without any, take the question back."""
+        """Yield an answer, and keep it as far as it comes."""
         text = thoughts = ""
         try:
             for piece in pieces:
@@ -134,8 +138,6 @@ class Conversation:
             if text or thoughts:
                 turn = {"role": "assistant", "content": text, "reasoning_content": thoughts or None}
                 self.turns.append(turn)
-            else:
-                self.turns.pop()
 
     def hold(self, read: Callable[[], str]) -> None:
         """Answer prompts until the user leaves. Ctrl-C ends an answer; once more, it leaves."""

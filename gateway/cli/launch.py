@@ -66,7 +66,8 @@ def launch(
     chosen, settings = _read_tool(tool), load_settings({"models": models})
     program = shutil.which(chosen.command)
     if program is None:
-        commands = f"  {chosen.install}\n  mlx-gateway launch {chosen.command}"
+        asked = f" --model {shlex.quote(model)}" if model else ""
+        commands = f"  {chosen.install}\n  mlx-gateway launch {chosen.command}{asked}"
         fail(f"{chosen.command} is not installed. Run:\n{commands}")
     signals = Signals()
     with signals.handled():

@@ -30,8 +30,9 @@ from gateway.settings import Settings, load_settings
 
 
 def list_(models: ModelsFile = None, discover: Discover = False) -> None:
-    """List the models: id, kind, whether they are on disk, and their size."""
-    list_models(load_settings(flags_of(models, None, discover=discover)), is_long=False)
+    """List the models that are served or on the disk: id, kind, and size."""
+    settings = load_settings(flags_of(models, None, discover=discover))
+    list_models(settings, is_long=False, with_others=True)
 
 
 def show(model: ModelName, models: ModelsFile = None) -> None:

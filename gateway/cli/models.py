@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
@@ -34,6 +34,8 @@ from gateway.registry import (
     ModelSpec,
     Reading,
     json_schema,
+    read_short_names,
+    repository_of,
 )
 from gateway.settings import (
     VARIABLES,
@@ -149,10 +151,14 @@ def models(
         list_models(settings, is_long=not sys.stdout.isatty())
 
 
-def list_models(settings: Settings, *, is_long: bool) -> None:
+def list_models(settings: Settings, *, is_long: bool, with_others: bool = False) -> None:
+    """Show the served models and, if `with_others`, those on the disk that `serve NAME` serves."""
     reading = read_served(settings)
     reading.require_valid()
     hub = lazy.hub_of(settings, may_download=False)
+    specs = [*reading.catalog.specs]
+    if with_others:
+        specs += (spec for spec in _find_others(settings, specs) if disk_state(spec, hub)[1])
     columns: Row = ("Id", "Kind", "Aliases", "Source", "On disk", "Size")
     rows: list[Row] = [
         (
@@ -162,13 +168,23 @@ def list_models(settings: Settings, *, is_long: bool) -> None:
             str(spec.source),
             *disk_state(spec, hub),
         )
-        for spec in reading.catalog.specs
+        for spec in specs
     ]
     if not is_long:
         columns, *rows = [(*row[:2], *row[4:]) for row in (columns, *rows)]
     show(columns, rows)
     for model, why in reading.left_out.items():
         print(f"{model} is not served: {why}", file=sys.stderr)
+
+
+def _find_others(settings: Settings, listed: Iterable[ModelSpec]) -> Iterator[ModelSpec]:
+    """Yield the specs of short names and of the hub's cache, each repository once."""
+    wider = {"serve": (*read_short_names(),), "discover": settings.discover or ("huggingface",)}
+    seen = {repository_of(spec.source) for spec in listed}
+    for spec in read_served(settings.model_copy(update=wider)).catalog.specs:
+        if repository_of(spec.source) not in seen:
+            seen.add(repository_of(spec.source))
+            yield spec
 
 
 def disk_state(spec: ModelSpec, hub: "Hub") -> tuple[str, str]:

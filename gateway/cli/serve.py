@@ -8,6 +8,7 @@ import ipaddress
 import json
 import os
 import shlex
+import shutil
 import signal
 import socket
 import sys
@@ -357,9 +358,17 @@ def write_greeting(places: Sequence[Place], specs: Specs, loaded: Specs, setting
     is_asked = place.host in ("127.0.0.1", "0.0.0.0") and not settings.tls_cert
     if isinstance(spec, ChatSpec) and is_asked:
         port = "" if place.port == PORT else f"GATEWAY_PORT={place.port} "
-        ask.append(f"{port}mlx-gateway run {shlex.quote(spec.id)}")
+        ask.append(f"{port}{_find_command()} run {shlex.quote(spec.id)}")
     ask.append(" ".join(["curl", *options, shlex.quote(url + path), "-d", shlex.quote(body)]))
     return "\n\n".join([ready, _list_models(specs, loaded), "\n".join(ask)])
+
+
+def _find_command() -> str:
+    """Return the command as a shell finds it: with its folder, if that is not on the PATH."""
+    own = Path(sys.argv[0])
+    if own.name != "mlx-gateway" or shutil.which(own.name):
+        return "mlx-gateway"
+    return shlex.quote(os.path.abspath(own))
 
 
 def _list_models(specs: Specs, loaded: Specs) -> str:

@@ -32,6 +32,8 @@ _OF_SENTENCES: Final = (
     "config_sentence_transformers.json",
     "1_Pooling/config.json",
 )
+# Values of model_type in config_sentence_transformers.json; PyLate's is `ColBERT`.
+_EMBEDDERS: Final = ("SentenceTransformer", "SparseEncoder", "MultiVectorEncoder", "ColBERT")
 _TEMPLATES: Final = ("chat_template.jinja", "chat_template.json")
 TELLING: Final = (
     *("config.json", "adapter_config.json", "tokenizer_config.json"),
@@ -106,8 +108,10 @@ def _of_folder(folder: Path, model: str) -> Kind:
         raise _Unclear("it marks words of texts")
     if any((folder / name).is_file() for name in _OF_SENTENCES):
         task = read_object(folder, _OF_SENTENCES[1]).get("model_type", "SentenceTransformer")
-        if task != "SentenceTransformer":
+        if task not in _EMBEDDERS:
             raise _Unclear(f"it is a {task!r:.60} of sentence-transformers", _SCORES)
+        return "embedding"
+    if "HF_ColBERT" in architectures:
         return "embedding"
     is_encoder = kind in ENCODERS or any(
         name.endswith(("Model", "ForMaskedLM")) and not name.endswith("LMHeadModel")

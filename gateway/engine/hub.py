@@ -202,8 +202,10 @@ def _remove(path: Path) -> None:
 # connect.
 _http.close_session = lambda: None
 logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-# The files to download, without pickles, which can run code.
+# The files to download, without pickles, which can run code. The gateway's own reader takes
+# BGE-M3's two heads, and artifact.metadata is ColBERT's JSON.
 FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+FILES += ["sparse_linear.pt", "colbert_linear.pt", "artifact.metadata"]
 # Copies of the weights in makers' formats (gpt-oss, Mistral), and an adapter's weights at earlier
 # training steps (mlx-lm).
 COPIES = ["original/*", "consolidated*", "[0-9]*_adapters.safetensors"]

@@ -39,7 +39,7 @@ def _reader(spec: ModelSpec) -> tuple[Callable[..., int | None], *tuple[Hashable
     if isinstance(spec, ChatSpec):
         return read_context, spec.max_context
     if isinstance(spec, EmbeddingSpec):
-        from gateway.engine.embedding.engine import read_embedding_context
+        from gateway.engine.embedding.loading import read_embedding_context
 
         return read_embedding_context, spec.max_context, spec.pooling, spec.normalize
     if spec.scoring == "labels":

@@ -38,6 +38,7 @@ class RerankJob:
     # The prompt to use if an embedding model names none for queries or documents.
     prompt_name: str | None = None
     instruction: str | None = None  # used only by models that take an instruction
+    max_numbers: int | None = None  # the most numbers that multi-vectors may have together
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,7 @@ from gateway.registry.sources import (
     package_folder,
     packaged,
     parse_source,
+    repository_of,
     source_id,
     stays_inside,
 )
@@ -88,6 +89,7 @@ __all__ = [
     "read_facts",
     "read_models",
     "read_short_names",
+    "repository_of",
     "similar_models",
     "source_id",
     "stays_inside",

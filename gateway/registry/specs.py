@@ -248,7 +248,7 @@ class EmbeddingSpec(_Spec):
 
     kind: Literal["embedding"]
     """This is an embedding model."""
-    pooling: Literal["mean", "cls", "last"] | None = None
+    pooling: Literal["mean", "cls", "last", "splade"] | None = None
     """How a text's token vectors become one; needed only if the model's files don't say."""
     normalize: bool | None = None
     """Scale vectors to length 1; if absent, the model's files decide."""

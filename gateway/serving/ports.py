@@ -1,10 +1,11 @@
 """The Protocols of engines."""
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from typing import Any, Protocol
 
 from gateway.jobs import TokenIds, Vectors
 from gateway.jobs.chat import Compiled, GenerateJob, Grammar, Reading
+from gateway.jobs.embed import Output, TextOutputs
 from gateway.jobs.rerank import Pair
 from gateway.jobs.steps import (
     EngineFacts,
@@ -16,16 +17,45 @@ from gateway.jobs.steps import (
 )
 
 
-class EmbeddingEngine(Protocol):
-    """The computations of one embedding model: `embed`, `probe` and `close` run on the lane."""
+class RowEngine(Protocol):
+    """What embedding models and rerankers have alike. `probe` and `close` run on the lane."""
+
+    @property
+    def token_s(self) -> float:
+        """Return an estimate of the seconds that a token takes; 0 if there is none."""
+
+    def probe(self) -> None:
+        """Compute a fixed row without compiling anything. Raises the device's errors."""
+
+    def nbytes(self) -> int:
+        """Return the bytes held on the device."""
+
+    def close(self) -> None:
+        """Free every array."""
+
+
+class EmbeddingEngine(RowEngine, Protocol):
+    """The computations of one embedding model: all but its tokenization run on the lane."""
+
+    @property
+    def outputs(self) -> tuple[Output, ...]:
+        """Return what the model computes; the first is its answer to who asks for nothing."""
 
     @property
     def dimensions(self) -> int:
         """Return the length of a vector."""
 
     @property
+    def token_dimensions(self) -> int:
+        """Return the length of a token's vector in `multi_vector`, 0 if there is none."""
+
+    @property
     def max_tokens(self) -> int:
         """Return the most tokens of an input, special tokens included."""
+
+    @property
+    def query_tokens(self) -> int:
+        """Return the most tokens of what `encode_query` returns."""
 
     @property
     def vocab_size(self) -> int:
@@ -44,6 +74,9 @@ class EmbeddingEngine(Protocol):
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the texts' token ids, special tokens included."""
 
+    def encode_query(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return queries' token ids, which only models such as ColBERT encode unlike documents'."""
+
     def encode_start(self, texts: Sequence[str]) -> list[list[int]]:
         """Return each text's first token ids, more than `max_tokens` if the text is too long."""
 
@@ -56,18 +89,19 @@ class EmbeddingEngine(Protocol):
     def embed(self, rows: Sequence[TokenIds]) -> Vectors:
         """Return the vectors, (rows, dimensions) float32."""
 
-    def probe(self) -> None:
-        """Embed a fixed word without compiling anything. Raises the device's errors."""
+    def embed_outputs(
+        self, rows: Sequence[TokenIds], outputs: Collection[Output]
+    ) -> list[TextOutputs]:
+        """Return these outputs of each row, of one pass."""
 
-    def nbytes(self) -> int:
-        """Return the bytes held on the device."""
+    def in_steps(
+        self, rows: Sequence[TokenIds], outputs: Collection[Output]
+    ) -> Generator[list[TextOutputs] | None]:
+        """Compute outputs in steps: yield None after each, and finally the rows' outputs."""
 
-    def close(self) -> None:
-        """Free every array."""
 
-
-class RerankEngine(Protocol):
-    """The computations of one reranker: `score`, `probe` and `close` run on the lane."""
+class RerankEngine(RowEngine, Protocol):
+    """The computations of one reranker. `score` runs on the lane."""
 
     @property
     def max_tokens(self) -> int:
@@ -90,14 +124,8 @@ class RerankEngine(Protocol):
     def score(self, rows: Sequence[Pair]) -> Vectors:
         """Return the logits, (rows, labels) float32."""
 
-    def probe(self) -> None:
-        """Score a fixed pair without compiling anything. Raises the device's errors."""
-
-    def nbytes(self) -> int:
-        """Return the bytes held on the device."""
-
-    def close(self) -> None:
-        """Free every array."""
+    def in_steps(self, rows: Sequence[Pair]) -> Generator[Vectors | None]:
+        """Compute logits in steps: yield None after each, and finally the logits."""
 
 
 class Tokens(Protocol):

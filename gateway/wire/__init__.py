@@ -1,6 +1,7 @@
 """Requests and answers in the formats of OpenAI, Anthropic and other APIs.
 
 chat, completions, embeddings      request → job; deltas or vectors → the answer, as TypedDicts
+cohere                             Cohere's requests for vectors → job; vectors → its answers
 rerank                             query and documents → job; scores → the answer
 decisions                          input and questions → jobs; logprobs → probabilities
 responses                          request → job, and the shape of the answer

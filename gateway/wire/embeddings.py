@@ -1,23 +1,30 @@
-"""The requests and answers of POST /v1/embeddings, and of TEI's /embed."""
+"""The requests and answers of POST /v1/embeddings, TEI's /embed(_sparse) and vLLM's /pooling."""
 
 import base64
-from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar, Literal, cast
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Final, Literal, NotRequired, cast
 
 import numpy as np
+import numpy.typing as npt
 import orjson
 from pydantic import Field
 from typing_extensions import TypeAliasType, TypedDict
 
 from gateway.errors import BadRequest
+from gateway.ids import passing_id
 from gateway.jobs import Caller, TokenIds
-from gateway.jobs.embed import Embedded, EmbedJob
+from gateway.jobs import Vectors as Matrix
+from gateway.jobs.embed import Embedded, EmbedJob, Output
 from gateway.wire.bounds import Label
 from gateway.wire.validation import CharBounds, Inputs, Request
 
 PIECE_FLOATS = 65_536
 # The most bytes that a float32 takes in an answer, such as `-1.1754944e-38,` as text.
 NUMBER_BYTES = {"float": 16, "base64": 6}
+WEIGHT_BYTES = 48  # the same of a weight and its index
+ENTRY_BYTES = 128  # the same of an input's entry without its numbers
+_TASKS: Final[dict[str, Output]] = {"embed": "dense", "token_embed": "multi_vector"}
 
 
 class EmbedRequest(Request):
@@ -25,16 +32,32 @@ class EmbedRequest(Request):
 
     field: ClassVar[Literal["input", "inputs"]]
     kind = "embedding"
+    # A client that names no output reads dense vectors, and a model without them refuses.
+    outputs: ClassVar[tuple[Output, ...]] = ("dense",)
 
     dimensions: Annotated[int, Field(ge=1)] | None = None
     truncate: bool | None = None  # TEI's field: cut a text that is too long, or refuse it
     prompt_name: Label | None = None  # the name of a model's prompt to put before each text
 
     @property
+    def number_bytes(self) -> int:
+        """Return the most bytes that a number takes in the answer."""
+        return NUMBER_BYTES[getattr(self, "encoding_format", "float")]
+
+    @property
+    def copies(self) -> int:
+        """Return how many times the answer has a dense vector."""
+        return 2 if getattr(self, "output", None) else 1
+
+    @property
     def rows(self) -> list[Any]:
         """Return the inputs: texts, or rows of token ids."""
         rows: list[Any] = getattr(self, self.field)
         return rows
+
+    def choose_outputs(self, available: Sequence[Output]) -> tuple[Output, ...]:
+        """Return the outputs asked for, each once, of a model that has the `available` ones."""
+        return self.outputs
 
 
 class EmbeddingsRequest(EmbedRequest):
@@ -48,24 +71,91 @@ class EmbeddingsRequest(EmbedRequest):
     model: Annotated[Label, Field(min_length=1)]
     input: Inputs
     encoding_format: Literal["float", "base64"] = "float"
+    output: Output | Annotated[list[Output], Field(min_length=1, max_length=3)] | None = None
+
+    def choose_outputs(self, available: Sequence[Output]) -> tuple[Output, ...]:
+        names = [self.output] if isinstance(self.output, str) else self.output
+        return tuple(dict.fromkeys(names or self.outputs))
+
+    def write(self, answer: Embedded, outputs: Sequence[Output], model: str) -> Iterator[bytes]:
+        name, encoding = passing_id("embd"), self.encoding_format
+        if self.output is None:
+            return write_pieces(answer, name=name, model=model, encoding=encoding)
+        return write_outputs(answer, outputs, name=name, model=model, encoding=encoding)
 
 
 class InputsRequest(EmbedRequest):
     """A request to TEI's /embed."""
 
     field = "inputs"
-    params: ClassVar = {"prompt": "inputs"}
-    encoding_format: ClassVar[Literal["float"]] = "float"
+    params: ClassVar = {"prompt": "inputs", "output": "model"}
     example: ClassVar = {"inputs": ["Hello!"]}
     refused: ClassVar = {
         "normalize": "Vectors have length 1 here; /v1/embeddings returns them as the model's files "
         "describe.",
         "truncation_direction": "Texts are cut at their end.",
+        "images": "Images are not embedded.",
     }
     neutral: ClassVar = {"normalize": (True,), "truncation_direction": ("right", "Right")}
 
     model: Annotated[Label, Field(min_length=1)] | None = None
     inputs: Inputs
+
+    def write(self, answer: Embedded, outputs: Sequence[Output], model: str) -> Iterator[bytes]:
+        return write_vectors(answer)
+
+
+class SparseRequest(InputsRequest):
+    """A request to TEI's /embed_sparse."""
+
+    outputs = ("sparse",)
+    refused: ClassVar = {
+        "dimensions": "Sparse vectors have as many entries as they need.",
+        "truncation_direction": "Texts are cut at their end.",
+    }
+
+    def write(self, answer: Embedded, outputs: Sequence[Output], model: str) -> Iterator[bytes]:
+        return write_sparse(answer)
+
+
+class PoolingRequest(EmbedRequest):
+    """A request to vLLM's /pooling."""
+
+    field = "input"
+    params: ClassVar = {"prompt": "input", "output": "task"}
+    harmless = frozenset({"user", "priority", "request_id"})
+    example: ClassVar = {"input": ["Hello!"]}
+    refused: ClassVar = {
+        **dict.fromkeys(("messages", "data"), "Texts are sent as 'input'."),
+        "dimensions": "POST /v1/embeddings shortens vectors.",
+        **dict.fromkeys(("normalize", "use_activation"), "The model's files say how vectors end."),
+        "add_special_tokens": "Texts get the special tokens of the model's tokenizer.",
+        "truncate_prompt_tokens": "With `truncate: true`, texts are cut to the model's limit.",
+        "truncation_side": "Texts are cut at their end.",
+        "padding": "Texts are not padded.",
+        **dict.fromkeys(("embed_dtype", "endianness"), "Base64 is of little-endian float32."),
+    }
+    neutral: ClassVar = {
+        **dict.fromkeys(("use_activation", "add_special_tokens"), (True,)),
+        "truncation_side": ("right",),
+        "padding": ("do_not_pad",),
+        "embed_dtype": ("float32",),
+        "endianness": ("native", "little"),
+    }
+
+    model: Annotated[Label, Field(min_length=1)] | None = None
+    input: Inputs
+    task: Literal["embed", "token_embed"] | None = None
+    encoding_format: Literal["float", "base64"] = "float"
+
+    def choose_outputs(self, available: Sequence[Output]) -> tuple[Output, ...]:
+        """Return the task's output, or else the first that is an array."""
+        arrays = [output for output in available if output in _TASKS.values()]
+        chosen = arrays[0] if arrays else "dense"
+        return (chosen if self.task is None else _TASKS[self.task],)
+
+    def write(self, answer: Embedded, outputs: Sequence[Output], model: str) -> Iterator[bytes]:
+        return write_pooled(answer, model=model, encoding=self.encoding_format)
 
 
 def to_job(
@@ -103,12 +193,26 @@ def to_job(
     )
 
 
+class SparseEmbedding(TypedDict):
+    """The weights above 0, and the token ids that they are for."""
+
+    indices: list[int]
+    values: list[float]
+
+
 class Embedding(TypedDict):
-    """The vector of one input, as numbers or as base64 of little-endian float32."""
+    """The vectors of one input; arrays are lists, or base64 of little-endian float32, row by row.
+
+    All but `embedding`, which is the dense vector, are there if `output` names them.
+    """
 
     object: Literal["embedding"]
     index: int
-    embedding: list[float] | str
+    embedding: list[float] | str  # an empty list if `output` does not name dense
+    dense: NotRequired[list[float] | str]
+    sparse: NotRequired[SparseEmbedding]
+    multi_vector: NotRequired[list[list[float]] | str]
+    multi_vector_shape: NotRequired[list[int]]  # tokens and dimensions, with base64
 
 
 class EmbeddingUsage(TypedDict):
@@ -135,6 +239,36 @@ class Embeddings(TypedDict):
 Vectors = TypeAliasType("Vectors", list[list[float]])
 
 
+class Weight(TypedDict):
+    """A token's weight in TEI's format."""
+
+    index: int
+    value: float
+
+
+SparseVectors = TypeAliasType("SparseVectors", list[list[Weight]])
+
+
+class PooledText(TypedDict):
+    """The vector of one input, or those of its tokens, in vLLM's format."""
+
+    index: int
+    object: Literal["pooling"]
+    data: list[float] | list[list[float]] | str
+    data_shape: NotRequired[list[int]]  # tokens and dimensions, with base64
+
+
+class Pooled(TypedDict):
+    """What vLLM's /pooling answers: an entry for every input, in order."""
+
+    id: str
+    object: Literal["list"]
+    created: int
+    data: list[PooledText]
+    model: str
+    usage: EmbeddingUsage
+
+
 class PoolingInfo(TypedDict):
     """How a model pools its token vectors, or null if models.yaml doesn't say."""
 
@@ -158,16 +292,105 @@ class Info(TypedDict):
     version: str
 
 
+def count_bytes(answer: Embedded, *, number_bytes: int, copies: int) -> int:
+    """Return the most bytes that an answer takes as JSON, with as many copies of dense vectors."""
+    numbers = copies * answer.vectors.size + sum(array.size for array in answer.multi_vector)
+    weights = sum(len(vector.ids) for vector in answer.sparse)
+    entries = len(answer.vectors) * ENTRY_BYTES
+    return numbers * number_bytes + weights * WEIGHT_BYTES + entries
+
+
+def write_sparse(answer: Embedded) -> Iterator[bytes]:
+    """Yield the JSON of TEI's answer, a text at a time."""
+    for index, vector in enumerate(answer.sparse):
+        weights = zip(vector.ids.tolist(), vector.weights, strict=True)
+        entry = [{"index": token, "value": weight} for token, weight in weights]
+        yield (b"," if index else b"[") + orjson.dumps(entry, option=orjson.OPT_SERIALIZE_NUMPY)
+    yield b"]"
+
+
+def write_pooled(answer: Embedded, *, model: str, encoding: str) -> Iterator[bytes]:
+    """Yield the JSON of vLLM's answer in pieces."""
+    name, now, usage = passing_id("pool"), int(time.time()), usage_dict(answer.prompt_tokens)
+    empty = Pooled(id=name, object="list", created=now, data=[], model=model, usage=usage)
+    entries: list[dict[str, object]] = [
+        {"index": index, "object": "pooling", "data": array}
+        for index, array in enumerate(answer.multi_vector or answer.vectors)
+    ]
+    return _write_entries(empty, entries, encoding)
+
+
+def write_outputs(
+    answer: Embedded, outputs: Sequence[Output], *, name: str, model: str, encoding: str
+) -> Iterator[bytes]:
+    """Yield the JSON of OpenAI's answer with a field for each output, in pieces."""
+    usage = usage_dict(answer.prompt_tokens)
+    empty = Embeddings(id=name, object="list", data=[], model=model, usage=usage)
+    entries: list[dict[str, object]] = []
+    for index, vector in enumerate(answer.vectors):
+        entry: dict[str, object] = {"object": "embedding", "index": index, "embedding": []}
+        if "dense" in outputs:
+            entry |= {"embedding": vector, "dense": vector}
+        if "sparse" in outputs:
+            sparse = answer.sparse[index]
+            entry["sparse"] = {"indices": sparse.ids, "values": sparse.weights}
+        if "multi_vector" in outputs:
+            entry["multi_vector"] = answer.multi_vector[index]
+        entries.append(entry)
+    return _write_entries(empty, entries, encoding)
+
+
+def _write_entries(
+    empty: Embeddings | Pooled, entries: Iterable[Mapping[str, object]], encoding: str
+) -> Iterator[bytes]:
+    """Yield an answer, empty so far, with these entries; matrices in base64 have their shape."""
+    before, after = orjson.dumps(empty).split(b"[]", 1)
+    yield before + b"["
+    for index, entry in enumerate(entries):
+        start = b",{" if index else b"{"
+        for key, value in entry.items():
+            yield start + orjson.dumps(key) + b":"
+            if isinstance(value, np.ndarray):
+                yield from write_array(value, encoding)
+                if encoding == "base64" and value.ndim > 1:
+                    yield b"," + orjson.dumps({f"{key}_shape": value.shape})[1:-1]
+            else:
+                yield orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
+            start = b","
+        yield b"}"
+    yield b"]" + after
+
+
+def write_array(array: Matrix, encoding: str) -> Iterator[bytes]:
+    """Yield a vector or a matrix in pieces of about PIECE_FLOATS numbers."""
+    if encoding == "base64":
+        data = array.astype("<f4").tobytes()
+        step = 12 * (PIECE_FLOATS // 3)  # groups of 3 bytes, so that the pieces can be joined
+        parts = [data[start : start + step] for start in range(0, len(data), step)]
+        yield b'"'
+        yield from map(base64.b64encode, parts)
+        yield b'"'
+        return
+    rows = max(1, PIECE_FLOATS * len(array) // max(1, array.size))
+    yield b"["
+    for start in range(0, len(array), rows):
+        part = np.ascontiguousarray(array[start : start + rows])
+        piece = orjson.dumps(part, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]
+        yield b"," + piece if start else piece
+    yield b"]"
+
+
 def write_vectors(answer: Embedded) -> Iterator[bytes]:
     """Yield the JSON of TEI's answer in pieces, with vectors scaled to length 1."""
-    vectors = np.ascontiguousarray(answer.vectors, dtype="<f4")
+    return write_array(unit_rows(answer.vectors), "float")
+
+
+def unit_rows(vectors: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """Return little-endian vectors scaled to length 1."""
+    vectors = np.ascontiguousarray(vectors, dtype="<f4")
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
-    vectors = vectors / np.maximum(lengths, np.finfo("<f4").tiny)
-    rows = max(1, PIECE_FLOATS // vectors.shape[1])
-    for start in range(0, len(vectors), rows):
-        piece = orjson.dumps(vectors[start : start + rows], option=orjson.OPT_SERIALIZE_NUMPY)
-        yield (b"," if start else b"[") + piece[1:-1]
-    yield b"]"
+    scaled: npt.NDArray[np.float32] = vectors / np.maximum(lengths, np.finfo("<f4").tiny)
+    return scaled
 
 
 def write_pieces(answer: Embedded, *, name: str, model: str, encoding: str) -> Iterator[bytes]:

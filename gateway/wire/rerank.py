@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Final, Literal, NotRequired
 
 import numpy as np
 from pydantic import BeforeValidator, Field, WithJsonSchema
-from typing_extensions import TypedDict
+from typing_extensions import TypeAliasType, TypedDict
 
 from gateway.errors import (
     BadRequest,
@@ -241,6 +241,9 @@ class RankedText(TypedDict):
     text: NotRequired[str]
 
 
+RankedTexts = TypeAliasType("RankedTexts", list[RankedText])
+
+
 def write_ranked_texts(answer: Reranked, request: TextsRequest) -> list[RankedText]:
     results: list[RankedText] = []
     for index in _best_first(answer):
@@ -290,20 +293,19 @@ def _best_first(answer: Reranked) -> list[int]:
     return order
 
 
-def may_be_texts(body: bytes | bytearray) -> bool:
-    """Return False if an unparsed body is certainly not in TEI's format."""
-    return b'"texts"' in body
-
-
-def is_texts(body: bytes | bytearray, max_depth: int = INNER_DEPTH) -> bool:
-    """Return True for a body in TEI's format, with `texts` and without `documents`."""
+def is_texts(
+    body: bytes | bytearray, max_depth: int = INNER_DEPTH, unless: str = "documents"
+) -> bool:
+    """Return True for a body with `texts` and without the field `unless`."""
+    if b'"texts"' not in body:
+        return False
     try:
         fields = parse(body, max_depth)
     except ValueError:  # invalid JSON is reported later
         return False
     if not isinstance(fields, dict):
         return False
-    return fields.get("texts") is not None and fields.get("documents") is None
+    return fields.get("texts") is not None and fields.get(unless) is None
 
 
 class TextsErrorBody(TypedDict):

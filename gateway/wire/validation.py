@@ -56,7 +56,7 @@ class Request(BaseModel):
     @classmethod
     def served_fields(cls) -> list[str]:
         names = [info.alias or name for name, info in cls.model_fields.items()]
-        return [name for name in names if name not in cls.harmless]
+        return [name for name in names if name not in cls.harmless | cls.refused.keys()]
 
     def param_of(self, part: ErrorPart) -> str:
         return self.params.get(part, part)

@@ -160,12 +160,12 @@ async def stream(
 
 async def reached(gate: Gate) -> None:
     """Wait until the engine has come to a gate."""
-    assert await asyncio.to_thread(gate.reached.wait, 20)
+    assert await asyncio.to_thread(gate.reached.wait, 60)
 
 
 async def until_told(ask: Callable[[], Awaitable[object]]) -> None:
     """Ask again and again, until the answer is true."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not await ask():
             await asyncio.sleep(0.01)
 

@@ -150,7 +150,7 @@ async def test_requests_that_share_a_small_queue_end(
     """
     rejected = metrics.of(metrics.REJECTED, "writer")._value
     before = rejected.get()
-    async with served(models, engines, queue_max_tokens=9) as client, asyncio.timeout(20):
+    async with served(models, engines, queue_max_tokens=9) as client, asyncio.timeout(60):
         asking = [post(client, prompt) for prompt in ["x", ["abc"] * 6] * 3]
         statuses = [answer.status_code for answer in await asyncio.gather(*asking)]
     assert set(statuses) <= {200, 429}

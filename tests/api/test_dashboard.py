@@ -77,7 +77,7 @@ async def until_watched_by(client: AsyncClient, count: int) -> None:
 
 async def in_flight(client: AsyncClient, stage: str) -> Sample:
     """Watch until a request is at that stage, and return it."""
-    async with asyncio.timeout(10), watching(client, "/admin/samples", **ADMIN) as samples:
+    async with asyncio.timeout(60), watching(client, "/admin/samples", **ADMIN) as samples:
         async for sample in samples:
             for each in sample["requests"]:
                 if each["stage"] == stage:
@@ -133,6 +133,7 @@ BROWSERS = {
     "Firefox": "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8",
     "Safari": "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8",
     "a page alone": "text/html",
+    "a page rather than JSON": "Application/JSON;q=0.5 , Text/HTML; level=1; q=0.9",
 }
 OTHERS = {
     "curl, requests, httpx, fetch": "*/*",
@@ -140,6 +141,10 @@ OTHERS = {
     "axios": "application/json, text/plain, */*",
     "urllib": "",
     "a name inside another": "application/x-text/html, text/htmlx",
+    "no page": "text/html;q=0, */*",
+    "JSON rather than a page": "application/json, text/html;q=0.1",
+    "either": "text/html, application/json",
+    "no number": "text/html;q=x",
 }
 
 
@@ -168,6 +173,12 @@ async def test_a_client_at_the_root_gets_json_that_names_the_pages(
         "dashboard": "/dashboard",
         "docs": "/docs",
     }
+
+
+async def test_headers_of_one_name_count_together(client: AsyncClient) -> None:
+    accepted = [("accept", "text/html;q=0.2"), ("accept", "application/json")]
+    for headers in (accepted, accepted[::-1]):
+        assert (await client.get("/", headers=headers)).status_code == 200
 
 
 async def test_at_a_base_url_a_browser_gets_json_too(client: AsyncClient) -> None:
@@ -277,7 +288,7 @@ async def test_a_fifth_watcher_is_refused_and_one_that_leaves_makes_room(
 
 async def test_the_last_place_is_an_admins(admin: AsyncClient) -> None:
     """Other watchers cannot keep admins from requests that they would cancel."""
-    async with asyncio.timeout(20), watching(admin) as first, watching(admin), watching(admin):
+    async with asyncio.timeout(60), watching(admin) as first, watching(admin), watching(admin):
         await anext(first)
         assert (await admin.get("/dashboard/samples")).status_code == 429
         assert (await told(admin))["watchers"] == MOST_WATCHERS
@@ -331,7 +342,7 @@ async def test_a_watcher_holds_up_no_shutdown(models: Catalog, engines: Scripted
         await ready(client)
         async with watching(client) as samples:
             await anext(samples)
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 await gateway.drain()
                 assert [each["status"] async for each in samples][-1] == "draining"
 
@@ -359,7 +370,7 @@ async def test_for_a_watcher_that_does_not_read_nothing_piles_up(
         await until(lambda: len(sent) >= count)
         await asyncio.sleep(0.1)  # more would come in this time
         gone.set()
-        await asyncio.wait_for(watch, 5)
+        await asyncio.wait_for(watch, 60)
         gone.clear()
 
     await watch(1)
@@ -474,7 +485,7 @@ async def test_a_client_that_leaves_is_no_error(
     await in_flight(admin, "prefill")
     asked.cancel()
     await asyncio.wait([asked])
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while (sample := await told(admin))["requests"]:
             await asyncio.sleep(0.05)
     engines.chat.gate.open()

@@ -71,7 +71,7 @@ async def test_dimensions_are_refused_elsewhere_with_those_to_send(
     assert error["param"] == "dimensions"
     assert error["message"] == (
         f"Vectors of the model `{model}` have 4 dimensions, and cannot have {asked}: "
-        f"send {fitting} as 'dimensions', or leave it out."
+        f"send {fitting}, or leave the field out."
     )
     in_teis = await client.post("/embed", json={"model": model, "inputs": "a", "dimensions": asked})
     assert (in_teis.status_code, in_teis.json()["error"]) == (422, error["message"])

@@ -14,10 +14,10 @@ from openai.types import embedding_create_params as embeddings
 from openai.types.chat import completion_create_params as chat
 from openai.types.responses import response_create_params as responses
 
-from gateway.api.endpoints import PATHS, UNSERVED
+from gateway.api.paths import PATHS, UNSERVED
 from tests.api.conftest import some_models
 from tests.api.harness import error_of
-from tests.fakes import ScriptedChat, ScriptedEngines
+from tests.fakes import ScriptedChat, ScriptedEmbedder, ScriptedEngines
 from tests.serving_app import served
 
 pytestmark = pytest.mark.anyio
@@ -33,6 +33,9 @@ MINIMAL: dict[str, dict[str, Any]] = {
     "/v1/messages": {"model": "writer", "max_tokens": 3, "messages": USER},
     "/v1/messages/count_tokens": {"model": "writer", "messages": USER},
     "/v1/embed": {"model": "any-size", "inputs": "hi"},
+    "/v2/embed": {"model": "any-size", "texts": ["hi"]},
+    "/v1/embed_sparse": {"model": "any-size", "inputs": "hi"},
+    "/v1/pooling": {"model": "any-size", "input": "hi"},
     "/v1/tokenize": {"model": "writer", "prompt": "hi"},
     "/v1/detokenize": {"model": "writer", "tokens": [104]},
     "/v1/rerank": {"model": "judge", "query": "hi", "documents": ["hi"]},
@@ -59,6 +62,7 @@ OPENAI: dict[str, list[type]] = {
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}
 FUNCTION = {"name": "f", "parameters": SCHEMA}
 VALUES: dict[str, Any] = {
+    "output": "dense", "task": "embed",
     "encoding_format": "base64", "dimensions": 2, "truncate": True, "prompt_name": "query",
     "repetition_penalty": 1.1, "min_tokens": 1, "ignore_eos": True, "stop_token_ids": [5],
     "temperature": 0.5, "top_p": 0.5, "top_k": 5, "min_p": 0.1, "stop": ["x"], "seed": 1,
@@ -91,6 +95,14 @@ BESIDE: dict[tuple[str, str], dict[str, Any]] = {
     ("/v1/responses", "n"): {"n": 2},
     ("/v1/tokenize", "messages"): {"messages": USER, "prompt": None},
     ("/v1/embed", "normalize"): {"normalize": False},
+    ("/v2/embed", "input_type"): {"input_type": "search_query"},
+    ("/v2/embed", "embedding_types"): {"embedding_types": ["int8"]},
+    ("/v2/embed", "output_dimension"): {"output_dimension": 2},
+    ("/v2/embed", "truncate"): {"truncate": "NONE"},
+    ("/v2/embed", "inputs"): {
+        "inputs": [{"content": [{"type": "text", "text": "hi"}]}],
+        "texts": None,
+    },
     **{
         (path, name): {name: value}
         for path in ("/v1/messages", "/v1/messages/count_tokens")
@@ -136,18 +148,27 @@ WRONG: dict[str, list[tuple[str, Any]]] = {
         ("background", True), ("prompt", {"id": "p"}), ("response_format", {"type": "json_object"}),
         ("messages", [{"role": "user", "content": "hi"}]),
     ],
+    "/v2/embed": [
+        ("texts", "hi"), ("texts", []), ("texts", [""]), ("texts", None), ("images", ["data:"]),
+        ("input_type", "image"), ("embedding_types", []), ("embedding_types", ["int4"]),
+        ("output_dimension", 0), ("output_dimension", 5), ("max_tokens", 0),
+        ("truncate", "START"), ("truncate", True), ("inputs", [{"content": []}]),
+        ("inputs", [{"content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]),
+    ],
     "/v1/embeddings": [
         ("encoding_format", "float64"), ("dimensions", 0), ("dimensions", -1),
         ("dimensions", "4"), ("dimensions", 1.5), ("model", ""), ("model", 7),
-        ("truncate", "yes"), ("prompt_name", 3),
+        ("truncate", "yes"), ("prompt_name", 3), ("output", "vectors"), ("output", []),
     ],
+    "/v1/pooling": [("task", "token_classify"), ("encoding_format", "bytes"), ("input", [])],
 }  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 async def client(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[AsyncClient]:
     """Give a client of the gateway that all cases share."""
-    engines = ScriptedEngines(chat=ScriptedChat(max_context=ROOMY))
+    embedder = ScriptedEmbedder(outputs=("dense", "sparse", "multi_vector"), token_dimensions=4)
+    engines = ScriptedEngines(embedder, ScriptedChat(max_context=ROOMY))
     models = some_models(tmp_path_factory.mktemp("models"))
     async with served(models, engines, admin_key="sesame") as client:
         client.headers["authorization"] = "Bearer sesame"
@@ -199,7 +220,7 @@ async def test_what_is_refused_is_a_400_that_names_it(
 ) -> None:
     """Never an answer without it; TEI's status for it is 422."""
     answer = await client.post(path, json=body(path, field))
-    assert answer.status_code == (422 if path == "/v1/embed" else 400)
+    assert answer.status_code == (422 if path in ("/v1/embed", "/v1/embed_sparse") else 400)
     error = answer.json()["error"]
     has_param = isinstance(error, dict) and "param" in error
     assert error["param"] == field if has_param else f"'{field}'" in str(error)

@@ -273,7 +273,7 @@ async def sent(
     writer.write(head.encode() + b"connection: close\r\n\r\n" + text)
     if is_shut:
         writer.write_eof()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         yield reader
     writer.close()
 

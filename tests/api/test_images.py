@@ -331,7 +331,7 @@ async def test_images_of_kept_responses_count_with_the_bodies(
     body = {"model": "writer", "input": "hi", "previous_response_id": first["id"]}
     async with held(engines.chat.gate, client.post(URL, json=body)):
         assert level("gateway_body_bytes") == 200_000 - UNCOUNTED_BYTES
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while level("gateway_body_bytes"):
             await asyncio.sleep(0.01)
 

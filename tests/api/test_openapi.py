@@ -31,6 +31,7 @@ ASKED: dict[str, dict[str, Any]] = {
     "/tokenize": {"prompt": "hi"},
     "/detokenize": {"tokens": [104]},
     "/embed": {"inputs": ["hi", "there"]},
+    "/v2/embed": {"texts": ["hi"], "embedding_types": ["float", "int8", "ubinary", "base64"]},
     "/chat/completions": {"model": "writer", "messages": USER, "logprobs": True},
     "/completions": {"model": "writer", "prompt": "hi"},
     "/responses": {"model": "writer", "input": "hi"},
@@ -205,6 +206,26 @@ async def test_the_other_form_of_reranking_is_described(
     schema = {**content["schema"], "components": found["components"]}
     allowed = jsonschema.Draft202012Validator(schema).is_valid(body)
     assert allowed == (status in (200, 424))
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        ({"texts": ["a"]}, 200),
+        ({"texts": ["a"], "embedding_types": ["int8", "base64"], "input_type": "clustering"}, 200),
+        ({"texts": ["a"], "truncate": "START"}, 400),
+        ({"texts": ["a"], "model": "nobody"}, 404),
+    ],
+)
+async def test_coheres_form_of_embed_is_described(
+    client: AsyncClient, found: dict[str, Any], body: dict[str, Any], status: int
+) -> None:
+    operation = found["paths"]["/embed"]["post"]
+    answer = await client.post("/embed", json=body)
+    assert answer.status_code == status
+    described = operation["responses"][str(status)]["content"]["application/json"]["schema"]
+    check(found, described, answer.json())
+    assert "CohereErrorBody" in str(operation["responses"]["404"])
 
 
 @pytest.mark.parametrize("path", ["/models", "/models/writer", "/health", "/ready"])

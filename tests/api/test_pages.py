@@ -8,8 +8,9 @@ import pytest
 from httpx2 import AsyncClient
 
 from gateway.api.access import PAGES
-from gateway.api.endpoints import ENDPOINTS, OPEN_PATHS
+from gateway.api.endpoints import ENDPOINTS
 from gateway.api.openapi import PATH_PARAMETER, Endpoint
+from gateway.api.paths import OPEN_PATHS
 from gateway.registry import ModelSpec
 from gateway.serving.models.named import Candidate
 from tests.api.conftest import some_models

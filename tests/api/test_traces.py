@@ -289,7 +289,7 @@ async def test_a_collector_that_does_not_answer_costs_spans_and_nothing_else(
     monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "8")
     taken.may_answer.clear()
     with structlog.testing.capture_logs() as lines:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             async with served(models, ScriptedEngines()) as client:
                 for _ in range(20):
                     answer = await client.post("/v1/chat/completions", json=CHAT)

@@ -32,7 +32,7 @@ def embed(client: httpx2.AsyncClient, *texts: str) -> "asyncio.Task[httpx2.Respo
 
 async def until(client: httpx2.AsyncClient, **expected: int) -> Reading:
     """Read /metrics until it has these values."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while True:
             now = await reading(client)
             if expected.items() <= now.work.items():
@@ -49,7 +49,7 @@ async def test_gauges_count_running_and_waiting_requests_and_return_to_zero(tmp_
         before = await until(client, **NOBODY)
         engines.chat.gate.close()
         asked = [chat(client, text) for text in ("one", "two", "three")]
-        await asyncio.to_thread(engines.chat.gate.reached.wait, 20)
+        await asyncio.to_thread(engines.chat.gate.reached.wait, 60)
         asked.append(embed(client, "four", "five"))
         busy = await until(client, rows=1, tickets=3, leases=4, requests=4)
         assert busy.tasks > before.tasks

@@ -20,7 +20,16 @@ from tests.serving_app import catalog, served
 pytestmark = pytest.mark.anyio
 ADMIN = {"authorization": "Bearer sesame"}
 EMBEDDERS = (
-    *("bert", "embeddinggemma", "eurobert", "gte", "jina-v3", "modernbert", "nomic-bert"),
+    *(
+        "bert",
+        "embeddinggemma",
+        "embeddinggemma2",
+        "eurobert",
+        "gte",
+        "jina-v3",
+        "modernbert",
+        "nomic-bert",
+    ),
     *("qwen3", "roberta", "xlm-roberta"),
 )
 RERANKERS = ("bert-reranker", "modernbert-cls-reranker", "xlm-roberta-reranker")

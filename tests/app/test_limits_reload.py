@@ -56,7 +56,7 @@ async def test_a_chat_model_takes_over_its_limits_as_it_runs(tmp_path: Path) -> 
         gate = engines.chat.gate
         gate.close()
         first = asyncio.create_task(client.post("/v1/chat/completions", json=asked("first")))
-        await asyncio.to_thread(gate.reached.wait, 20)
+        await asyncio.to_thread(gate.reached.wait, 60)
         limits = {
             "queue_limit": 3,
             "queue_max_tokens": 50,

@@ -46,7 +46,7 @@ async def test_a_chat_that_waits_is_let_in_between_two_steps_of_a_load(tmp_path:
         await client.post("/v1/chat/completions", json=CHAT)
         engines.load_gate.close()
         embedded = asyncio.create_task(client.post("/v1/embeddings", json=EMBEDDING))
-        await asyncio.to_thread(engines.load_gate.reached.wait, 20)
+        await asyncio.to_thread(engines.load_gate.reached.wait, 60)
         chatted = asyncio.create_task(client.post("/v1/chat/completions", json=CHAT))
         await until(lambda: level("gateway_tickets") == 1)  # its row waits for the lane
         engines.load_gate.open()
@@ -65,7 +65,7 @@ async def test_a_load_that_takes_longer_than_requests_wait_is_not_ready_before_i
     async with served(
         catalog(tmp_path, models), engines, wait_ready=False, load_wait_s=0.05
     ) as client:
-        await asyncio.to_thread(engines.load_gate.reached.wait, 20)
+        await asyncio.to_thread(engines.load_gate.reached.wait, 60)
         refused = await client.post("/v1/chat/completions", json=CHAT)
         assert refused.json()["error"]["code"] == "model_loading"
         assert (await client.get("/ready")).status_code == 503
@@ -78,7 +78,7 @@ async def test_a_load_that_takes_longer_than_requests_wait_is_not_ready_before_i
     ("imports", "absent"),
     [
         ("gateway.app.gateway, gateway.app.engines", "mlx_lm transformers outlines llguidance"),
-        ("gateway.engine.embedding.engine", "mlx_lm transformers"),
+        ("gateway.engine.embedding.loading", "mlx_lm transformers"),
     ],
 )
 def test_what_only_some_models_need_is_not_imported_before_one_does(

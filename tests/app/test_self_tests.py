@@ -96,7 +96,7 @@ async def answered(client: httpx2.AsyncClient, n: int = 1) -> None:
 
 
 async def until_shown(client: httpx2.AsyncClient, key: str, value: str) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while (await shown(client))[key] != value:
             await asyncio.sleep(0.1)
 
@@ -178,7 +178,7 @@ async def test_the_window_is_tested_while_nobody_asks(
         first_poll_s = self_tests.IDLE_POLL_S
         monkeypatch.setattr(self_tests, "IDLE_POLL_S", 0.02)
         asked = asyncio.create_task(answered(client))
-        await asyncio.to_thread(waiting.gate.reached.wait, 20)
+        await asyncio.to_thread(waiting.gate.reached.wait, 60)
         await asyncio.sleep(first_poll_s + 0.1)  # several polls
         assert waiting.steps_taken == 1
         waiting.gate.open()
@@ -319,7 +319,7 @@ class TestWidths:
         chat = Scrutinised()
         chat.width_gate.close()
         async with serving(tmp_path, chat) as client:
-            await asyncio.to_thread(chat.width_gate.reached.wait, 20)
+            await asyncio.to_thread(chat.width_gate.reached.wait, 60)
             asked = asyncio.create_task(answered(client))
             await until(lambda: chat.jobs)
             await asyncio.sleep(0.1)
@@ -336,7 +336,7 @@ class TestWidths:
         chat = Scrutinised()
         chat.width_gate.close()
         async with serving(tmp_path, chat):
-            await asyncio.to_thread(chat.width_gate.reached.wait, 20)
+            await asyncio.to_thread(chat.width_gate.reached.wait, 60)
             asyncio.get_running_loop().call_later(0.1, chat.width_gate.open)
         assert chat.freed == [1, 2, 4]
         assert kept(tmp_path).step_s == TIMES[:2]
@@ -366,7 +366,7 @@ class TestWidths:
         chat = Scrutinised(timed_s=lambda rows: 0.01 * rows * rows)
         chat.width_gate.close()
         async with serving(tmp_path, chat) as client:
-            await asyncio.to_thread(chat.width_gate.reached.wait, 20)
+            await asyncio.to_thread(chat.width_gate.reached.wait, 60)
             asked = asyncio.create_task(answered(client, 2))
             await until(lambda: chat.jobs)
             chat.width_gate.open()

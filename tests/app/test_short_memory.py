@@ -63,7 +63,7 @@ async def ask(client: httpx2.AsyncClient, model: str, max_tokens: int = 9) -> ht
         "messages": [{"role": "user", "content": "Hi"}],
         "max_tokens": max_tokens,
     }
-    return await asyncio.wait_for(client.post("/v1/chat/completions", json=body), 15)
+    return await asyncio.wait_for(client.post("/v1/chat/completions", json=body), 60)
 
 
 @pytest.mark.parametrize("is_loaded", [False, True])
@@ -128,7 +128,7 @@ async def test_a_prompt_that_never_fits_beside_a_pinned_model_is_refused_at_once
         async def read(length: int) -> httpx2.Response:
             messages = [{"role": "user", "content": "x" * length}]
             asked = {"model": "two", "messages": messages, "max_tokens": 16_384}
-            return await asyncio.wait_for(client.post("/v1/chat/completions", json=asked), 5)
+            return await asyncio.wait_for(client.post("/v1/chat/completions", json=asked), 60)
 
         refused = await read(400)
         assert refused.status_code == 507

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from anthropic import AsyncAnthropic
 from httpx2 import AsyncClient
 from openai import AsyncOpenAI
 
@@ -40,6 +39,8 @@ async def client(tmp_path: Path) -> AsyncIterator[AsyncClient]:
 
 async def test_a_tool_loop_is_the_same_prompt_in_three_protocols(client: AsyncClient) -> None:
     """The prompt has the loop's thoughts, which make it longer."""
+    from anthropic import AsyncAnthropic  # late: it takes seconds of each process
+
     openai = AsyncOpenAI(base_url=f"{client.base_url}/v1", api_key="unused", http_client=client)
     anthropic = AsyncAnthropic(base_url=str(client.base_url), api_key="unused", http_client=client)
 

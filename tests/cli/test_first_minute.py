@@ -6,6 +6,7 @@ import pty
 import re
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -51,7 +52,7 @@ def in_a_terminal(arguments: list[str], folder: Path, **given: str) -> Iterator[
         yield on_screen(seen.decode())
     finally:
         process.kill()
-        process.wait(10)
+        process.wait(60)
         os.close(master)
 
 
@@ -154,6 +155,21 @@ def test_the_line_to_paste_goes_to_a_unix_socket(tiny: Path) -> None:
         assert f"--unix-socket '{tiny}/a b.sock'" in lines[-1]
         assert "https://" in lines[-1]
         assert "choices" in answered(lines[-1])
+
+
+@pytest.mark.parametrize("is_on_path", [False, True])
+def test_the_greeting_names_a_command_that_another_terminal_finds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_on_path: bool
+) -> None:
+    program = tmp_path / "a folder" / "mlx-gateway"
+    program.parent.mkdir()
+    program.touch(mode=0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["a folder/mlx-gateway", "serve"])
+    monkeypatch.setenv("PATH", str(program.parent if is_on_path else tmp_path))
+    said = write_greeting([AT_8000], SPECS, SPECS[:1], settings())
+    name = "mlx-gateway" if is_on_path else f"'{program}'"
+    assert f"\n{name} run writer\n" in said
 
 
 @pytest.mark.parametrize(

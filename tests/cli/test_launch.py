@@ -310,6 +310,8 @@ def test_a_tool_that_is_not_installed_or_not_known_is_named(home: Path, run: Lau
     assert outcome.stderr == (
         "codex is not installed. Run:\n  npm install -g @openai/codex\n  mlx-gateway launch codex\n"
     )
+    outcome = run("launch", "codex", "--model", "a b", PATH=str(home / "bin"))
+    assert outcome.stderr.endswith("\n  mlx-gateway launch codex --model 'a b'\n")
     outcome = run("launch", "cluade")
     assert outcome.returncode == 2
     assert ", ".join(TOOLS) in re.sub(r"[│\s]+", " ", outcome.stderr)

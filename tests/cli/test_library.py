@@ -23,6 +23,7 @@ from structlog.testing import capture_logs
 
 from gateway.app.gateway import Gateway
 from gateway.cli.local_key import keep_key, read_key
+from gateway.registry import read_short_names
 from tests.checkpoints import write_chat
 from tests.cli.conftest import Inside
 from tests.fakes import ScriptedEngines
@@ -80,6 +81,25 @@ def test_list_has_a_line_for_each_model(home: Path, run: Run) -> None:
     assert [line.split("\t")[:3] for line in lines] == [
         ["embedder", "embedding", "no"], ["org/writer", "chat", "yes"]
     ]  # fmt: skip
+
+
+def test_list_has_what_was_pulled_under_the_names_that_serve_takes(home: Path, run: Run) -> None:
+    """Short names of the catalogue and the hub's; a model that is listed already is not again."""
+    repos = {"qwen3-0.6b": "", "": "org/pulled", "embedder": "org/embedder"}
+    repos["qwen3-0.6b"] = str(read_short_names()["qwen3-0.6b"]["source"]).partition(":")[2]
+    for repo in repos.values():
+        repository, _, commit = repo.partition("@")
+        folder = home / "cache" / f"models--{repository.replace('/', '--')}"
+        snapshot = folder / "snapshots" / (commit or "a" * 40)
+        write_chat(snapshot)
+        (folder / "refs").mkdir()
+        (folder / "refs" / "main").write_text(snapshot.name)
+    rows = [line.split("\t")[:3] for line in run("list").stdout.splitlines()]
+    assert rows == [
+        ["embedder", "embedding", "yes"], ["org/writer", "chat", "no"],
+        ["qwen3-0.6b", "chat", "yes"], ["org/pulled", "chat", "yes"],
+    ]  # fmt: skip
+    assert "org/pulled" not in run("models").stdout
 
 
 def test_a_terminal_shows_each_model_in_a_line(home: Path) -> None:
@@ -222,7 +242,7 @@ def answering(port: str, engines: ScriptedEngines) -> Iterator[None]:
     with ThreadPoolExecutor() as threads:
         answer = threads.submit(httpx2.post, url, json=question, headers=key, timeout=60)
         try:
-            assert engines.chat.gate.reached.wait(20)
+            assert engines.chat.gate.reached.wait(60)
             yield
         finally:
             engines.chat.gate.open()

@@ -126,7 +126,7 @@ def group(
     finally:
         for each in ranks:
             each.kill()
-            each.wait(10)
+            each.wait(60)
 
 
 def chat(model: str, words: str, **fields: Any) -> dict[str, Any]:

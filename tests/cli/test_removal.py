@@ -31,24 +31,36 @@ MODELS: dict[str, dict[str, Any]] = {
     "own": {"kind": "chat", "source": "path:repo"},
     "aboard": {"kind": "chat", "source": "package:not_here_weights"},
 }
+REPOS = {"big": "repo", "ggufs": "ggufs"}
 Ran: TypeAlias = "subprocess.CompletedProcess[str]"
 Run: TypeAlias = Callable[..., Ran]
 Served: TypeAlias = Callable[[], AbstractContextManager[str]]
 
 
-@pytest.fixture
-def hub(tmp_path: Path) -> Iterator[FakeHub]:
-    """Serve a folder of weights, and one of two GGUF files."""
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a folder of weights, and one of two GGUF files."""
+    folder = tmp_path_factory.mktemp("weights")
     for repo in ("repo", "ggufs"):
-        (tmp_path / repo).mkdir()
-    (tmp_path / "repo" / "config.json").write_text("{}")
-    write_weights(tmp_path / "repo" / "model.safetensors")
+        (folder / repo).mkdir()
+    (folder / "repo" / "config.json").write_text("{}")
+    write_weights(folder / "repo" / "model.safetensors")
     for name in ("a", "b"):
-        (tmp_path / "ggufs" / f"{name}.gguf").write_bytes(name.encode() * 1000)
+        (folder / "ggufs" / f"{name}.gguf").write_bytes(name.encode() * 1000)
+    return folder
+
+
+@pytest.fixture
+def hub(weights: Path, tmp_path: Path) -> Iterator[FakeHub]:
+    """Serve the two folders."""
+    shutil.copytree(weights, tmp_path, dirs_exist_ok=True)
     catalog(tmp_path, MODELS)
-    repos = {"org/big": tmp_path / "repo", "org/ggufs": tmp_path / "ggufs"}
-    with FakeHub(repos).serving() as hub:
+    with hub_of(tmp_path) as hub:
         yield hub
+
+
+def hub_of(folder: Path) -> AbstractContextManager[FakeHub]:
+    return FakeHub({f"org/{name}": folder / of for name, of in REPOS.items()}).serving()
 
 
 @pytest.fixture
@@ -67,11 +79,21 @@ def run(hub: FakeHub, tmp_path: Path, home: Path, inside: Inside) -> Run:
     return ran
 
 
+@pytest.fixture(scope="module")
+def downloaded(weights: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Download a model once, and give its folder of a cache."""
+    cache = tmp_path_factory.mktemp("cache")
+    with hub_of(weights) as hub:
+        fetch("org/big", COMMIT, hub, cache)
+    return cache / "models--org--big"
+
+
 @pytest.fixture
-def repo(hub: FakeHub, run: Run, tmp_path: Path) -> Path:
-    """Download a model, and give its folder of the cache."""
-    assert run("pull", "mine").returncode == 0
-    return tmp_path / "cache" / "models--org--big"
+def repo(tmp_path: Path, downloaded: Path) -> Path:
+    """Give the folder of a model that was downloaded."""
+    folder = tmp_path / "cache" / downloaded.name
+    shutil.copytree(downloaded, folder, symlinks=True)
+    return folder
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from prompt_toolkit.output import DummyOutput
 from rich.console import Console
 from structlog.testing import capture_logs
 
-from gateway.cli import answers
+from gateway.cli import answers, conversation
 from gateway.cli.answers import Piece, Refused, ask, clean, read_pieces
 from gateway.cli.conversation import Conversation, find_pictures, make_question, parse_command
 from gateway.cli.screen import Screen, make_markdown, make_reader, open_history, whole_blocks
@@ -299,10 +299,31 @@ def test_a_picture_is_sent_with_its_question(tmp_path: Path) -> None:
     assert (kind, base64.b64decode(data)) == ("data:image/jpg", b"pixels")
 
 
+@pytest.mark.parametrize("is_begun", [False, True])
+def test_a_question_without_an_answer_is_taken_back(
+    monkeypatch: pytest.MonkeyPatch, is_begun: bool
+) -> None:
+    """Wherever Ctrl-C comes: after it was sent, or while its answer is waited for."""
+
+    def answer(*_: Any) -> Iterator[Piece]:
+        raise KeyboardInterrupt
+        yield Piece("Yes.")
+
+    def show(pieces: Iterator[Piece]) -> None:
+        if is_begun:
+            next(pieces)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(conversation, "ask", answer)
+    monkeypatch.setattr(conversation, "write", show)
+    chat = Conversation("", given_settings(), "writer")
+    with pytest.raises(KeyboardInterrupt):
+        chat.answer("Why?")
+    assert chat.turns == []
+
+
 def test_what_was_said_stays_in_the_conversation() -> None:
     chat = Conversation("", given_settings(), "writer", system="Be brief.", thinks=False)
-    chat.turns.append(make_question("One?", []))
-    assert not list(chat.hear([]))
     chat.turns.append(make_question("Two?", []))
     with closing(chat.hear(iter([Piece(thoughts="Hm."), Piece("Ye"), Piece("s")]))) as heard:
         next(heard), next(heard)
@@ -630,7 +651,7 @@ class Terminal:
     def close(self) -> int:
         self.process.kill()
         os.close(self._master)
-        return self.process.wait(20)
+        return self.process.wait(60)
 
 
 @pytest.fixture

@@ -79,7 +79,7 @@ def test_sigterm_finishes_the_answer_under_way_and_refuses_the_next(tmp_path: Pa
             lines = it.iter_lines()
             next(lines)
             process.send_signal(signal.SIGTERM)
-            deadline = time.monotonic() + 5
+            deadline = time.monotonic() + 60
             while time.monotonic() < deadline:
                 answer = httpx2.get(f"{url}/ready")
                 if answer.status_code == 503:
@@ -90,7 +90,7 @@ def test_sigterm_finishes_the_answer_under_way_and_refuses_the_next(tmp_path: Pa
             rest = [line for line in lines if line.startswith("data: ")]
         assert rest[-1] == "data: [DONE]"
         assert json.loads(rest[-2].removeprefix("data: "))["choices"][0]["finish_reason"]
-        assert process.wait(20) == 0
+        assert process.wait(60) == 0
 
 
 @pytest.mark.slow
@@ -109,13 +109,13 @@ def test_a_second_signal_ends_it_now(tmp_path: Path) -> None:
                 assert time.monotonic() < ends
                 time.sleep(0.01)
             gateway.process.send_signal(signal.SIGTERM)
-            assert gateway.process.wait(5) == 1
+            assert gateway.process.wait(60) == 1
 
 
 def asked(path: Path, headers: dict[str, str] | None = None) -> int:
     """Ask for the models over a unix socket."""
     with httpx2.Client(
-        transport=httpx2.HTTPTransport(uds=str(path)), base_url="http://any.example", timeout=10
+        transport=httpx2.HTTPTransport(uds=str(path)), base_url="http://any.example", timeout=60
     ) as client:
         return client.get("/v1/models", headers=headers).status_code
 
@@ -140,7 +140,7 @@ def test_a_unix_socket_is_served_by_whatever_name_and_goes_at_exit(short_path: P
         assert asked(path, {"host": "gateway:8000"}) == 200
         assert asked(path, {"origin": "http://evil.example"}) == 403
         gateway.process.send_signal(signal.SIGTERM)
-        assert gateway.process.wait(20) == 0
+        assert gateway.process.wait(60) == 0
         assert not path.exists()
 
 

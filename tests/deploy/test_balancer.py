@@ -61,7 +61,7 @@ def balancing(folder: Path, gateways: list[Served]) -> Iterator[str]:
         yield f"http://127.0.0.1:{port}"
     finally:
         process.kill()
-        process.wait(10)
+        process.wait(60)
 
 
 def served(gateway: Served) -> int:

@@ -193,9 +193,9 @@ def test_the_probe_of_a_device_compiles_nothing(
         seen.append(is_fused())
 
     monkeypatch.setattr(generation, "read_probe", note)
-    encoder = {"encode": list, "encode_pairs": lambda *_: []}
+    encoder = {"outputs": (), "encode": list, "encode_pairs": lambda *_: []}
     decoder = {"synchronize": list, "_model": None, "_setup": SimpleNamespace(vocab_size=1)}
-    operation = "embed" if engine is EmbeddingEngine else "score"
+    operation = "embed_outputs" if engine is EmbeddingEngine else "score"
     some: Any = SimpleNamespace(**encoder, **decoder, **{operation: note})
     probe: Any = engine
     probe.probe(some)

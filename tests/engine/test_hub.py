@@ -15,6 +15,7 @@ from tests.checkpoints import write_chat
 from tests.fake_hub import COMMIT, FakeHub
 
 REPO = "org/tiny"
+HEADS = {"sparse_linear.pt", "colbert_linear.pt", "artifact.metadata"}
 
 
 def spec(source: str, folder: Path = Path()) -> ModelSpec:
@@ -28,6 +29,8 @@ def hub(tmp_path: Path) -> Iterator[FakeHub]:
     """Serve one repository, which has a pickle beside its safetensors."""
     folder = write_chat(tmp_path / "repo")
     (folder / "pytorch_model.bin").write_bytes(b"pickle")
+    for name in HEADS:
+        (folder / name).write_bytes(b"read without unpickling")
     (folder / "modeling.py").write_text("raise SystemExit")
     (folder / "consolidated.safetensors").write_bytes(b"the same once more")
     (folder / "original").mkdir()
@@ -55,7 +58,7 @@ def test_a_package_that_is_not_installed_is_unavailable_with_the_command() -> No
 
 
 def test_a_hub_model_is_fetched_once_and_then_found_on_disk(hub: FakeHub, tmp_path: Path) -> None:
-    """Its safetensors and text files: never a pickle, never code."""
+    """Its safetensors and text files, and heads: never another pickle, never code."""
     place = at(hub, tmp_path)
     wanted = spec(f"hub:{REPO}@{COMMIT}")
     assert on_disk(wanted, place) is None
@@ -63,6 +66,7 @@ def test_a_hub_model_is_fetched_once_and_then_found_on_disk(hub: FakeHub, tmp_pa
     folder = download(wanted, place)
     names = {file.name for file in folder.iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"} <= names
+    assert names >= HEADS
     assert not names & {"pytorch_model.bin", "modeling.py", "consolidated.safetensors", "original"}
     assert not any("original" in path for path in hub.asked)
     hub.asked.clear()

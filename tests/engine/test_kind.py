@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from gateway.engine.discovery import TELLING, read_kind
 from gateway.errors import ModelRefused
 from tests.checkpoints import write_chat
+from tests.engine.embedding.harness import GOLDEN
 from tests.gguf_files import write_model
 
 SOURCE = "hub:org/name"
@@ -41,6 +42,13 @@ def test_each_kind_is_read_from_its_files(tmp_path: Path) -> None:
     assert kind(tmp_path / "c", BERT, "1_Pooling/config.json") == "embedding"
     assert kind(tmp_path / "d", RANKER, "config_sentence_transformers.json") == "rerank"
     assert read_kind(write_chat(tmp_path / "e"), "mine", "path:e") == "chat"
+
+
+@pytest.mark.parametrize(
+    "golden", ["bge-m3", "splade-bert", "colbert-bert", "colbert-pylate", "colbert-stanford"]
+)
+def test_sparse_and_multi_vector_models_are_embedding_models(golden: str) -> None:
+    assert read_kind(GOLDEN / golden, "org/name", SOURCE) == "embedding"
 
 
 @pytest.mark.parametrize(

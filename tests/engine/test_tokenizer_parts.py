@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gateway.engine.device import Device
-from gateway.engine.embedding.engine import load_embedding_in_steps
+from gateway.engine.embedding.loading import load_embedding_in_steps
 from gateway.engine.generation.loading import read_chat_setup
 from gateway.engine.tokenizer_parts import check_growth, has_patterns
 from gateway.errors import ModelLoadFailed

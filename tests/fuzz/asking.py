@@ -14,12 +14,14 @@ from gateway.errors import BadRequest
 from gateway.jobs.chat import GenerateJob
 from gateway.jobs.steps import SequenceParams
 from gateway.registry import Catalog
-from tests.fakes import ScriptedChat, ScriptedEngines
+from tests.fakes import ScriptedChat, ScriptedEmbedder, ScriptedEngines
 from tests.serving_app import catalog, served
 
 USER = {"role": "user", "content": "hi"}
 POSTS: dict[str, dict[str, Any]] = {
     "/embeddings": {"model": "embed", "input": "hi"},
+    "/embed_sparse": {"model": "embed", "inputs": "hi"},
+    "/pooling": {"model": "embed", "input": "hi", "task": "token_embed"},
     "/chat/completions": {"model": "writer", "messages": [USER]},
     "/completions": {"model": "writer", "prompt": "hi"},
     "/responses": {"model": "writer", "input": "hi"},
@@ -77,7 +79,8 @@ def scripted(folder: Path) -> tuple[Catalog, Engines]:
         "embed": {"kind": "embedding", "token_ids": "accept", "matryoshka": True, **common},
         "writer": {"kind": "chat", **common},
     }
-    return catalog(folder, models), ScriptedEngines(chat=CarefulWriter())
+    embedder = ScriptedEmbedder(outputs=("dense", "sparse", "multi_vector"), token_dimensions=8)
+    return catalog(folder, models), ScriptedEngines(embedder, CarefulWriter())
 
 
 def check(answer: httpx2.Response) -> None:

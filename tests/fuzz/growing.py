@@ -263,7 +263,7 @@ def translated(path: str, asked: Any) -> object:
     caller = Caller(request_id="r", deadline=1e9, allowed_s=60)
     bounds = CharBounds(CHARS, CHARS)
     given: dict[str, Any] = {}
-    if path == "/embeddings":
+    if path in ("/embeddings", "/embed_sparse", "/pooling"):
         given = {"accepts_ids": True, "truncate": True, "dimensions": None, "prompt_name": None}
         return embeddings.to_job(asked, caller, bounds=bounds, **given)
     if path in ("/rerank", "/score"):

@@ -84,7 +84,7 @@ class Asker:
         assert "[DONE]" in neighbour.text
         assert '"error"' not in neighbour.text
         await self.client.post(f"/admin/models/{model}/unload")
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while await self.held_bytes() != before:
                 await asyncio.sleep(0.005)
         assert (await self.client.get("/ready")).status_code == 200

@@ -34,6 +34,10 @@ from transformers import (
     BertConfig,
     BertForSequenceClassification,
     BertModel,
+    EmbeddingGemma2Config,
+    EmbeddingGemma2Model,
+    EmbeddingGemma2TextConfig,
+    EmbeddingGemma2TextModel,
     EuroBertConfig,
     EuroBertModel,
     Gemma3TextConfig,
@@ -220,12 +224,13 @@ def embedder(
     max_seq_length: int,
     dense: Sequence[Dense] = (),
     prompts: dict[str, str] | None = None,
+    dimensions: int | None = None,
 ) -> SentenceTransformer:
     """Write a tiny embedder and its vectors; return it."""
 
     def load(plain: str) -> SentenceTransformer:
         transformer = Transformer(plain, max_seq_length=max_seq_length)
-        pooled = Pooling(net.config.hidden_size, pooling)
+        pooled = Pooling(dimensions or net.config.hidden_size, pooling)
         parts = [transformer, pooled, *dense, Normalize()]
         return SentenceTransformer(modules=parts, prompts=prompts, device="cpu")
 
@@ -367,6 +372,65 @@ def embeddinggemma() -> None:
     np.save(HERE / "embeddinggemma" / "queries-of-8-dimensions.npy", short.astype(np.float32))
 
 
+def embeddinggemma2() -> None:
+    """EmbeddingGemma 2's text model, whose windows are of 4 tokens to either side; and a whole
+    model around it, with tiny towers, whose rows have tokens that stand for images and sound.
+    """
+    tokenizer = framed(byte_level(GEMMA_SPECIAL), "<bos> $A <eos>")
+    config = EmbeddingGemma2TextConfig(
+        **{**SIZE, "num_hidden_layers": 4, "intermediate_size": 32},
+        vocab_size=tokenizer.get_vocab_size(),
+        num_key_value_heads=2,
+        head_dim=8,
+        global_head_dim=16,
+        num_global_key_value_heads=1,
+        hidden_size_per_layer_input=16,
+        embedding_dim=24,
+        max_position_embeddings=700,
+        sliding_window=4,
+        sliding_window_pattern=2,
+        rope_parameters={
+            "full_attention": {"rope_type": "default", "rope_theta": 50_000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+        },
+    )
+    net = EmbeddingGemma2TextModel(config)
+    for index, layer in enumerate(net.layers):
+        layer.layer_scalar.fill_(0.6 + 0.2 * index)
+    model = embedder(
+        *("embeddinggemma2", net, tokenizer, GEMMA_TOKENIZER, "mean", 640),
+        prompts=GEMMA_PROMPTS,
+        dimensions=config.embedding_dim,
+    )
+    short = model.encode(TEXTS[:12], prompt_name="query", truncate_dim=8, normalize_embeddings=True)
+    np.save(HERE / "embeddinggemma2" / "queries-of-8-dimensions.npy", short.astype(np.float32))
+    vision = {**SIZE, "model_type": "gemma4_vision", "head_dim": 8, "num_key_value_heads": 4}
+    audio = {"model_type": "gemma4_audio", "hidden_size": 32, "num_attention_heads": 2}
+    towers = {
+        "vision_config": {**vision, "patch_size": 4, "position_embedding_size": 16},
+        "audio_config": {**audio, "output_proj_dims": 32, "subsampling_conv_channels": [4, 4]},
+    }
+    for tower in towers.values():
+        tower["num_hidden_layers"] = 1
+    torch.manual_seed(SEED)
+    media = {"image_token_id": 127, "video_token_id": 128, "audio_token_id": 129}
+    whole = EmbeddingGemma2Model(
+        EmbeddingGemma2Config(text_config=config.to_dict(), **towers, **media)
+    )
+    whole.language_model.load_state_dict(net.state_dict())
+    folder = HERE / "embeddinggemma2-whole"
+    whole.eval().save_pretrained(folder)
+    (folder / "model.safetensors").chmod(0o644)
+    rows = [[2, *range(10, 40), 1], [2, 127, 7, 128, 129, 1], [2, 9, 1]]
+    (folder / "rows.json").write_text(json.dumps(rows) + "\n")
+    mask = torch.tensor([[index < len(row) for index in range(32)] for row in rows])
+    ids = torch.tensor([row + [0] * (32 - len(row)) for row in rows])
+    with torch.no_grad():
+        states = whole(input_ids=ids, attention_mask=mask.long()).last_hidden_state
+    vectors = (states * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+    np.save(folder / "vectors.npy", torch.nn.functional.normalize(vectors).numpy())
+
+
 def rotary_bert() -> None:
     """nomic-bert, GTE and jina-embeddings-v3."""
     tokenizer = framed(word_piece(), "[CLS] $A [SEP]", BERT_PAIR)
@@ -405,7 +469,7 @@ def main() -> None:
     model = SentenceTransformer(sys.argv[1], device="cpu")
     save_vectors(model, minilm)
     save_ids(model, minilm)
-    decoders = (qwen3, looking_ahead, embeddinggemma)
+    decoders = (qwen3, looking_ahead, embeddinggemma, embeddinggemma2)
     for make in (bert, roberta, xlm_roberta, modernbert, rotary_bert, *decoders):
         make()
 

@@ -67,14 +67,14 @@ async def reached(gate: Gate) -> None:
 
 async def inside(client: httpx2.AsyncClient, count: int) -> None:
     """Wait until this number of requests wait or run."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while (await reading(client)).work["requests"] < count:
             await asyncio.sleep(0.01)
 
 
 async def not_well(client: httpx2.AsyncClient) -> dict[str, Any]:
     """Wait until /health says so, and return its words."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while (health := await client.get("/health")).status_code == 200:
             await asyncio.sleep(0.02)
     words: dict[str, Any] = health.json()
@@ -95,7 +95,7 @@ async def connected(
 
 async def answer(reader: asyncio.StreamReader) -> tuple[int, bytes]:
     """Read one answer whole."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         head = await reader.readuntil(b"\r\n\r\n")
         length = head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0]
         return int(head.split()[1]), await reader.readexactly(int(length or b"0"))

@@ -11,6 +11,7 @@ import httpx2
 import orjson
 import pytest
 import structlog
+from hypercorn.events import Event, RawData
 
 from gateway.clock import Stage
 from gateway.server import connections
@@ -45,7 +46,7 @@ async def everything(client: httpx2.AsyncClient, sent: bytes) -> list[bytes]:
     """Send some bytes and return the status lines of all that comes until the connection ends."""
     async with connected(client) as (reader, writer):
         writer.write(sent)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             told = await reader.read()
     return [line for line in told.split(b"\r\n") if line.startswith(b"HTTP/")]
 
@@ -111,7 +112,7 @@ async def answered_once(client: httpx2.AsyncClient, sent: bytes, pieces: int) ->
             if not first.done():
                 writer.write(sent[start : start + size])
                 await asyncio.sleep(0.002)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             with contextlib.suppress(ConnectionError):
                 await first
                 assert await reader.read() == b""
@@ -227,7 +228,7 @@ async def test_clients_that_say_nothing_keep_nobody_out(
             assert (await answer(reader))[0] == 200
             for other in silent[:41]:
                 with contextlib.suppress(ConnectionError):
-                    async with asyncio.timeout(5):
+                    async with asyncio.timeout(60):
                         assert await other.read() == b""
 
 
@@ -269,11 +270,35 @@ async def test_a_burst_of_connections_leaves_descriptors_for_all_else(
             silent.setblocking(False)
             silent.connect_ex(("127.0.0.1", client.base_url.port))
         before = most = len(os.listdir("/dev/fd"))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while seen < MANY:
                 await asyncio.sleep(0)
                 most = max(most, len(os.listdir("/dev/fd")))
     assert most - before < connections.RESERVED
+
+
+@pytest.mark.parametrize(("method", "has_body"), [(b"GET", True), (b"HEAD", False)])
+async def test_a_whole_answer_is_one_write(
+    client: httpx2.AsyncClient, monkeypatch: pytest.MonkeyPatch, method: bytes, has_body: bool
+) -> None:
+    """Each costs a call of the system. An answer without a body is sent, too."""
+    sent: list[bytes] = []
+    send = connections.Connection.protocol_send
+
+    async def protocol_send(connection: connections.Connection, event: Event) -> None:
+        if isinstance(event, RawData):
+            sent.append(event.data)
+        await send(connection, event)
+
+    monkeypatch.setattr(connections.Connection, "protocol_send", protocol_send)
+    async with connected(client) as (reader, writer):
+        writer.write(HEALTH.replace(b"GET", method))
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert head.startswith((b"HTTP/1.1 200 ", b"HTTP/1.1 405 "))
+        await until(lambda: sent)
+        assert len(sent) == 1
+        assert sent[0].startswith(head)
+        assert (len(sent[0]) > len(head)) == has_body
 
 
 def test_too_many_open_files_are_told_once_a_minute() -> None:

@@ -63,7 +63,7 @@ async def test_a_lane_that_dies_is_told_to_everybody_at_once(
         held.append(asyncio.create_task(ask(client, each)))
         await until(lambda: level("gateway_tickets") == len(held) - 1)
     gate.open()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         answers = await asyncio.gather(*held)
         assert {answer.status_code for answer in answers} <= {200, 503}
         assert answers[2].status_code == 503

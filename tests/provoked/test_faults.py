@@ -143,7 +143,7 @@ class Gateway:
     def stop(self) -> None:
         if self.process is not None:
             self.process.kill()
-            self.process.wait(10)
+            self.process.wait(60)
             self.process = None
 
 

@@ -51,7 +51,7 @@ def interrupted(folder: Path, mark: str | int, pause_s: float | None = None) -> 
         status = process.wait(60)
     finally:
         process.kill()
-        process.wait(10)
+        process.wait(60)
     lines = [line for line in log.read_text().splitlines() if not line.startswith("import time:")]
     return Ended(status, tuple(lines))
 

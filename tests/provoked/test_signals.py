@@ -77,7 +77,7 @@ async def test_sigterm_under_load_ends_every_request_one_way_or_the_other(tmp_pa
         assert late.status_code == 503
         assert late.headers["connection"] == "close"
         assert set(ends) == {"done", "told"}
-        assert served.process.wait(20) == 0
+        assert served.process.wait(60) == 0
 
 
 async def test_a_drain_cut_short_tells_those_who_are_in_no_queue_too(tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ async def test_a_drain_cut_short_tells_those_who_are_in_no_queue_too(tmp_path: P
         assert answer.json()["error"]["code"] == "service_unavailable"
         assert b" 503 " in await reader.readline()
         writer.close()
-        assert served.process.wait(20) == 0
+        assert served.process.wait(60) == 0
 
 
 async def test_killed_in_mid_stream_is_a_broken_stream_and_a_clean_start(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ async def test_killed_in_mid_stream_is_a_broken_stream_and_a_clean_start(tmp_pat
                 await read()
         assert len(lines) >= 20
         assert not any("[DONE]" in line for line in lines)
-        assert served.process.wait(10) == -signal.SIGKILL
+        assert served.process.wait(60) == -signal.SIGKILL
     with serving(tmp_path, GATEWAY_PORT=port) as served:
         async with httpx2.AsyncClient(base_url=served.url, timeout=30) as client:
             assert await outcome(client, chat("again")) == "done"
@@ -138,7 +138,7 @@ async def test_clients_that_begin_no_tls_keep_nobody_out_and_no_shutdown_waiting
             async with httpx2.AsyncClient(base_url=served.url, timeout=30, verify=False) as client:
                 assert (await client.get("/health")).status_code == 200
             served.process.send_signal(signal.SIGTERM)
-            assert served.process.wait(20) == 0
+            assert served.process.wait(60) == 0
         assert "idle_connections_closed" in served.log.read_text()
 
 
@@ -169,7 +169,7 @@ async def test_a_stuck_lane_ends_the_process_with_status_70(tmp_path: Path) -> N
             ends = await asyncio.gather(*(outcome(client, body) for body in bodies))
         assert ends[0] == "told"
         assert set(ends[1:]) <= {"told", "done"}
-        assert served.process.wait(10) == 70
+        assert served.process.wait(60) == 70
         assert '"event":"lane_stalled"' in served.log.read_text()
 
 
@@ -182,4 +182,4 @@ async def test_a_stuck_lane_does_not_keep_the_process_from_ending(tmp_path: Path
             await until(lambda: HANGS in served.log.read_text())
             served.process.send_signal(signal.SIGTERM)
             assert await stuck == "told"
-        assert served.process.wait(20) == 70
+        assert served.process.wait(60) == 70

@@ -46,7 +46,8 @@ def test_every_problem_is_told_with_its_line(file: Path) -> None:
     )
     assert found == [
         "6: m: unknown key 'poolng'; did you mean 'pooling'?",
-        "7: m: `pooling` should be 'mean', 'cls' or 'last', not 'men'; did you mean 'mean'?",
+        "7: m: `pooling` should be 'mean', 'cls', 'last' or 'splade', not 'men'; "
+        "did you mean 'mean'?",
         "8: m: `preload` should be a valid boolean, not 'perhaps'",
         "9: m: `max_context` should be greater than or equal to 8, not -5",
         "11: m: unknown key 'max_batch_siz'; did you mean 'max_batch_size'?",

@@ -129,7 +129,7 @@ async def test_work_that_fails_is_told_and_begun_again() -> None:
         await asyncio.Event().wait()
 
     worker = asyncio.create_task(run_forever("mine", work, lambda error: told.append(str(error))))
-    await asyncio.wait_for(is_well.wait(), 5)
+    await asyncio.wait_for(is_well.wait(), 60)
     worker.cancel()
     with pytest.raises(asyncio.CancelledError):
         await worker

@@ -8,7 +8,7 @@ import pytest
 
 from gateway import clock
 from gateway.errors import ShuttingDown, Unavailable
-from gateway.serving.lane import Lane, Turn
+from gateway.serving.lane import LEAST_TOKENS, START_TOKENS, Lane, Pace, Turn
 from tests.fakes import Gate
 
 pytestmark = pytest.mark.anyio
@@ -29,7 +29,7 @@ async def test_an_exception_is_told_to_whoever_asked() -> None:
         async with lane.turn("test") as run:
             with pytest.raises(ZeroDivisionError):
                 await run(lambda: 1 // 0)
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(60):
                 with pytest.raises(RuntimeError, match="StopIteration"):  # no future takes it
                     await run(next, iter(()))
             assert await run(int, "3") == 3
@@ -158,7 +158,7 @@ async def test_a_waiter_who_leaves_gives_its_place_up() -> None:
                     await asyncio.sleep(0)
             if moment == "given":
                 leaving.cancel()
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(60):
                 await staying
             assert leaving.cancelled()
             assert lane.is_idle
@@ -218,3 +218,62 @@ async def test_what_is_under_way_is_waited_for_before_another_owners_call() -> N
 
                 await turn(work)
     assert calls == ["mine", "mine", "waited", "other", "mine"]
+
+
+async def test_a_turn_rests_only_for_turns_that_are_due() -> None:
+    """Its own seconds are those that it holds the lane."""
+    order: list[str] = []
+
+    async def other() -> None:
+        async with lane.turn("decode"):
+            order.append("other")
+            await asyncio.sleep(0.05)
+
+    async with Lane() as lane:
+        began = clock.now()
+        async with lane.turn("embedding") as turn:
+            await turn.rest()
+            order.append("alone")
+            waiting = asyncio.create_task(other())
+            await asyncio.sleep(0)
+            await turn.rest()
+            order.append("after")
+            assert turn.held_s + turn.waited_s <= clock.now() - began
+        await waiting
+        assert lane.is_idle
+    assert order == ["alone", "other", "after"]
+
+
+async def test_a_turn_cancelled_at_rest_leaves_the_lane_to_its_holder() -> None:
+    entered, leaving = asyncio.Event(), asyncio.Event()
+
+    async def holder() -> None:
+        async with lane.turn("decode"):
+            entered.set()
+            await leaving.wait()
+
+    async def rests() -> None:
+        async with lane.turn("embedding") as turn:
+            holding.append(asyncio.create_task(holder()))
+            await asyncio.sleep(0)
+            await turn.rest()
+
+    holding: list[asyncio.Task[None]] = []
+    async with Lane() as lane:
+        resting = asyncio.create_task(rests())
+        await entered.wait()
+        resting.cancel()
+        await asyncio.wait([resting])
+        assert resting.cancelled()
+        assert not lane.is_idle
+        leaving.set()
+        await holding[0]
+        assert lane.is_idle
+
+
+@pytest.mark.parametrize(
+    ("token_s", "tokens"),
+    [(0.0, START_TOKENS), (1e-6, START_TOKENS), (0.001, 250), (1.0, LEAST_TOKENS)],
+)
+def test_a_first_pass_is_no_larger_than_the_estimate(token_s: float, tokens: int) -> None:
+    assert Pace(0.25, token_s).tokens == tokens

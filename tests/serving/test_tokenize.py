@@ -25,7 +25,7 @@ class Encoder:
 
     def __call__(self, texts: Sequence[str]) -> list[list[int]]:
         self.calls.append([len(text) for text in texts])
-        assert self.gate.wait(10)
+        assert self.gate.wait(60)
         if any("bad" in text for text in texts):
             raise ValueError("bad")
         return [[len(text)] for text in texts]
@@ -134,7 +134,7 @@ async def test_a_tokenizer_that_never_ends_keeps_no_other_models_texts_waiting()
     gate = threading.Event()
     with ThreadPools() as pool, ThreadPools(pool) as stuck, ThreadPools(pool) as other:
         waiting = [asyncio.create_task(stuck.run(gate.wait)) for _ in range(9)]
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             assert await other.run(int, "3") == 3
             assert await pool.run(int, "4") == 4
             assert await stuck.compile(int, "5") == 5  # all models share this thread
@@ -148,7 +148,7 @@ async def test_readings_that_never_end_keep_no_other_model_and_no_check_waiting(
     with ThreadPools() as pool, ThreadPools(pool) as stuck, ThreadPools(pool) as other:
         run = asyncio.create_task(stuck.run(gate.wait, kind="readings"))
         next_run = asyncio.create_task(stuck.run(gate.is_set, kind="readings"))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             assert await other.run(int, "3", kind="readings") == 3
             assert await stuck.run(int, "4", kind="checks") == 4
         gate.set()

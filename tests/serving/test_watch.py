@@ -72,8 +72,8 @@ class Hands:
             self.seconds += 0.01
             while self._looks.acquire(blocking=False):
                 pass
-            assert self._looks.acquire(timeout=20)
-            assert self._looks.acquire(timeout=20)
+            assert self._looks.acquire(timeout=60)
+            assert self._looks.acquire(timeout=60)
 
 
 @pytest.fixture
@@ -91,7 +91,7 @@ def _short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def until(watch: Watch, status: Status) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while watch.status != status:
             await asyncio.sleep(0.01)
 
@@ -206,7 +206,7 @@ async def test_a_dead_lane_is_known_of_at_once() -> None:
                 async with lane.turn("test") as run:
                     await run(_leave_the_thread)
             assert watch.status == "dead"
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 while not left:
                     await asyncio.sleep(0.01)
     assert left == [STATUS_OF_A_STALL]

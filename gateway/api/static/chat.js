@@ -109,7 +109,7 @@ export function startChat(form, on) {
   function keep() {
     const kept = fitting(turns);
     const record = { turns: kept, isCut: kept.length < turns.length, isOpen: options.open };
-    for (const name of ["model", "system", ...NUMBERS]) record[name] = form.elements[name].value;
+    for (const name of ["model", "system", "text", ...NUMBERS]) record[name] = form.elements[name].value;
     try {
       sessionStorage.setItem(KEPT, JSON.stringify(record));
     } catch {
@@ -119,7 +119,7 @@ export function startChat(form, on) {
 
   function restore({ turns: kept, isCut, isOpen, ...fields }) {
     if (fields.model) model.append(make("option", { value: fields.model, "data-key": fields.model }, fields.model));
-    for (const [name, value] of Object.entries(fields)) form.elements[name].value = value;
+    for (const name in fields) form.elements[name].value = fields[name];
     options.open = isOpen;
     if (isCut) say(result, "Earlier messages were too long to be kept over the reload.");
     for (const turn of kept) {
@@ -138,7 +138,8 @@ export function startChat(form, on) {
 
   on(async (told, elapsed) => {
     const own = turns; // another one after a clear
-    const asked = text.value.trim() || text.placeholder;
+    const asked = text.value.trim() || (own.length && !pictures.areChosen() ? "" : text.placeholder);
+    if (!asked) return;
     const [shown, content] = await pictures.take(asked);
     const [question, turn] = [{ role: "user", content }, { role: "assistant", content: "", thought: "" }];
     showQuestion(question, shown).scrollIntoView({ block: "nearest" });
@@ -181,8 +182,9 @@ export function startChat(form, on) {
     } catch (error) {
       turn.end = writing.signal.aborted ? "You stopped it." : `Ended by an error: ${error.message}`;
       if (!writing.signal.aborted) throw error;
-      say(told, "Stopped.");
+      if (own === turns) say(told, "Stopped.");
     } finally {
+      if (document.activeElement === stop) text.focus();
       stop.hidden = true;
       log.removeAttribute("aria-busy");
       endThought();
@@ -198,7 +200,7 @@ export function startChat(form, on) {
     text.focus();
   }
   stop.addEventListener("click", end);
-  form.addEventListener("keydown", ({ key }) => key === "Escape" && !stop.hidden && end());
+  document.addEventListener("keydown", ({ key }) => key === "Escape" && !stop.hidden && end());
   clear.addEventListener("click", () => {
     end();
     turns = [];
@@ -208,10 +210,9 @@ export function startChat(form, on) {
     keep();
   });
   text.addEventListener("keydown", (event) => {
-    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
-      event.preventDefault();
-      if (form.dataset.busy !== "true") form.requestSubmit();
-    }
+    if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+    event.preventDefault();
+    form.requestSubmit();
   });
   window.addEventListener("pagehide", keep);
   options.addEventListener("invalid", () => (options.open = true), true); // a hidden field can show no complaint

@@ -19,17 +19,18 @@ export function say(element, text) {
   return element;
 }
 
-/** Make a button that is disabled while what it does is under way; `fail` is given its error. */
+/** Make a button that keeps the focus, but does nothing, while it is at work; `fail` is given its error. */
 export function button(text, act, fail, attributes = {}) {
   const made = make("button", { type: "button", ...attributes }, text);
   made.addEventListener("click", async () => {
-    made.disabled = true;
+    if (made.ariaDisabled === "true") return;
+    made.ariaDisabled = true;
     try {
       await act();
     } catch (error) {
       fail(error);
     } finally {
-      made.disabled = false;
+      made.ariaDisabled = false;
     }
   });
   return made;
@@ -103,10 +104,7 @@ export function fill(row, texts, series = []) {
   });
 }
 
-/**
- * Make a sparkline, and return it with a function that draws points [age in seconds, y] on it: all
- * of them, over a minute at least.
- */
+/** Make a sparkline; the function beside it draws points, [age in seconds, y], over a minute at least. */
 export function sparkline(attributes = {}) {
   const svg = document.createElementNS(SVG, "svg");
   const [area, stroke] = ["area", "stroke"].map((name) => {

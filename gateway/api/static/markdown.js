@@ -152,7 +152,8 @@ function openTable(at) {
   made.remove();
   if (!block.childNodes.length) block.remove();
   const table = make("table", {}, make("thead", {}, row(cells(text), "th")), body);
-  return [{ ...at, block: null, head: null, body, last: null }, parent, table];
+  const next = { ...at, block: null, head: null, body, last: null };
+  return [next, parent, make("div", { class: "wide", tabindex: 0, role: "region", "aria-label": "A table" }, table)];
 }
 
 /** Go on with a line that is longer than what is made at once. */

@@ -61,5 +61,5 @@ export function takePictures(form, tell) {
     return [taken, parts.length ? [...parts, { type: "text", text: words }] : words];
   }
 
-  return { offer, take };
+  return { offer, take, areChosen: () => chosen.length > 0 };
 }

@@ -57,16 +57,16 @@ export function offerModels(models, mostBytes) {
       option.dataset.sees = input_modalities?.includes("image") ?? false;
     });
     if (!before && loadedFirst.length) select.value = loadedFirst[0].id;
-    find("button[type=submit]", form(name)).disabled = !fitting.length || form(name).dataset.busy === "true";
+    find("button[type=submit]", form(name)).disabled = !fitting.length;
   }
   pictures.offer(mostBytes);
 }
 
 /** Run what a form asks for: its button waits meanwhile, and an error is shown where results are. */
 async function run(name, work) {
-  const [own, result] = [form(name), find(".result", form(name))];
-  const submit = find("button[type=submit]", own);
-  own.dataset.busy = submit.disabled = true;
+  const own = form(name);
+  const [result, submit] = [".result", "button[type=submit]"].map((each) => find(each, own));
+  own.dataset.busy = submit.ariaDisabled = true; // `disabled` would take the focus from it
   result.classList.remove("wrong");
   const state = own.elements.model.selectedOptions[0]?.dataset.state;
   result.replaceChildren(["loading", "unloaded"].includes(state) ? "Loading the model first …" : "");
@@ -77,16 +77,15 @@ async function run(name, work) {
     result.classList.add("wrong");
     result.replaceChildren(error.status === 401 ? "This needs an API key of the gateway: enter it under Keys." : error.message);
   } finally {
-    own.dataset.busy = submit.disabled = false;
+    own.dataset.busy = submit.ariaDisabled = false;
   }
 }
 
-function on(name, work) {
+const on = (name, work) =>
   form(name).addEventListener("submit", (event) => {
     event.preventDefault();
-    run(name, work);
+    if (form(name).dataset.busy !== "true") run(name, work);
   });
-}
 
 // ── Chat ─────────────────────────────────────────────────────────────────────────────────────────
 

@@ -177,6 +177,7 @@ IGNORED: Final = (
     "cls.",
     "lm_head.",
     "classifier.",
+    "linear.",
 )
 
 
@@ -305,7 +306,7 @@ class Bert:
         self.padding_id = config.padding_id
         self.max_tokens = self._max_tokens(config)
         self._dtype = weights_dtype
-        self._words = weights["embeddings.word_embeddings.weight"]
+        self.words = weights["embeddings.word_embeddings.weight"]
         none = mx.zeros((1, config.dimensions), weights_dtype)
         types = weights.get(TYPES, none)
         # Most tokens have type 0, so its vector is added to all positions in advance.
@@ -341,7 +342,7 @@ class Bert:
         bias = None
         if mask is not None:
             bias = mx.where(mask, 0.0, PADDING_SCORE)[:, None, None, :].astype(self._dtype)
-        x = self._words[tokens] + self._position_vectors(tokens)
+        x = self.words[tokens] + self._position_vectors(tokens)
         if types is not None and self._second is not None:
             x = x + types[..., None].astype(self._dtype) * self._second
         x = self._norm(x.reshape(rows * length, self.dimensions))
@@ -373,7 +374,7 @@ class Bert:
             yield
 
     def parameters(self) -> list[mx.array]:
-        parts = [self._words, self._positions, self._second, self._norm, self._layers, self._packed]
+        parts = [self.words, self._positions, self._second, self._norm, self._layers, self._packed]
         return arrays_of(parts)
 
     def _position_vectors(self, tokens: mx.array) -> mx.array:

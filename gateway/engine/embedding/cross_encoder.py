@@ -151,10 +151,21 @@ class CrossEncoderEngine(EncoderEngine):
 
         Raises ContextLengthExceeded, BadRequest, or EngineFailed for a score that is not finite.
         """
-        lead, starts = self._template.lead, None
-        if lead is not None:
-            starts = [row.second - lead for row in rows]
-        return self._run([row.ids for row in rows], self.labels, starts)
+        return self._run([row.ids for row in rows], self.labels, self._starts(rows))
+
+    def in_steps(self, rows: Sequence[Pair]) -> Generator[Results | None]:
+        """Yield None after each layer, and finally the logits; one pair's are those of `score`."""
+        ids = [row.ids for row in rows]
+        for results in self._run_in_steps(ids, [self._finish], self._starts(rows)):
+            if results is None:
+                yield None
+            else:
+                self._check_results(results[0])
+                yield results[0]
+
+    def _starts(self, rows: Sequence[Pair]) -> Sequence[int] | None:
+        lead = self._template.lead
+        return None if lead is None else [row.second - lead for row in rows]
 
     @unfused()
     def probe(self) -> None:

@@ -17,6 +17,7 @@ from gateway.engine.models.decoders import (
     open_decoder,
     parameters,
 )
+from gateway.engine.models.folder import join_names
 from gateway.engine.models.missing_kernels import Report, replace_missing
 
 SAME_AS: Final = {"eurobert": "llama"}  # mlx-lm's architecture, if its name differs
@@ -56,6 +57,22 @@ class BothWays:
         return keys, values
 
 
+class _LayerCall:
+    """Stands for a layer: notes the arguments of a call, and returns `result` or its first one."""
+
+    def __init__(self, layer: Any) -> None:
+        self.layer = layer
+        self.state: mx.array | None = None
+        self.result: mx.array | None = None
+
+    def __call__(self, state: mx.array, *args: Any, **named: Any) -> mx.array:
+        self.state, self.args, self.named = state, args, named
+        return state if self.result is None else self.result
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.layer, name)
+
+
 class Decoder:
     """A decoder without a head: maps ids, (rows, tokens), to states, (rows, tokens, dimensions)."""
 
@@ -65,6 +82,7 @@ class Decoder:
         self.padding_id = 0
         self._rounding: float | None = None
         with checkpoint.reading_config():
+            _check_plain(checkpoint, raw)
             self._looks_ahead = _looks_ahead(checkpoint, raw, ignored_window(raw))
             self.vocabulary = int(raw["vocab_size"])
             self.max_tokens = text_context(raw)
@@ -87,11 +105,21 @@ class Decoder:
             probed = self._hidden(mx.zeros((1, 1), dtype=mx.int32), None).shape
         if probed != (1, 1, self.dimensions):
             raise checkpoint.failed(f"its hidden states have shape {probed}")
+        self._is_chain = self._calls_in_a_chain()
 
     def __call__(
         self, tokens: mx.array, mask: mx.array | None, types: mx.array | None = None
     ) -> Iterator[mx.array]:
-        yield self._hidden(tokens, mask)
+        if not self._is_chain:
+            yield self._hidden(tokens, mask)
+            return
+        calls = self._calls(tokens, mask)
+        state: Any = calls[0].state
+        for call in calls:
+            state = call.layer(state, *call.args, **call.named)
+            yield state
+        calls[-1].result = state
+        yield self._hidden(tokens, mask, calls)
 
     def parameters(self) -> list[mx.array]:
         return parameters(self._model)
@@ -100,16 +128,54 @@ class Decoder:
         """Replace layers that the device has no kernel for, in steps."""
         return replace_missing(name, self._model, device, floating_dtype(self._model), report)
 
-    def _hidden(self, tokens: mx.array, mask: mx.array | None) -> mx.array:
+    def _calls(self, tokens: mx.array, mask: mx.array | None) -> list[_LayerCall]:
+        """Return the calls that mlx-lm's forward makes of the layers, without making them."""
+        calls = [_LayerCall(layer) for layer in self._states["layers"]]
+        self._hidden(tokens, mask, calls)
+        return calls
+
+    def _calls_in_a_chain(self) -> bool:
+        """Return True if each layer gets what the one before it returned."""
+        try:
+            calls = self._calls(mx.zeros((1, 1), dtype=mx.int32), None)
+        except Exception:  # the layers are another module's, or return more than a state
+            return False
+        return calls[0].state is not None and all(one.state is calls[0].state for one in calls)
+
+    def _hidden(
+        self, tokens: mx.array, mask: mx.array | None, calls: list[_LayerCall] | None = None
+    ) -> mx.array:
+        layers = self._states.layers
         arguments: dict[str, Any] = {}
         if self._looks_ahead:
-            arguments["cache"] = [BothWays(mask)] * len(self._states.layers)
+            arguments["cache"] = [BothWays(mask)] * len(layers)
         if self._rounding is not None:
             # mlx-lm rounds this factor of Gemma's embeddings to bfloat16; transformers doesn't.
             arguments["input_embeddings"] = self._states.embed_tokens(tokens) * self._rounding
-        states = self._states(tokens, **arguments)
+        if calls is None:
+            states = self._states(tokens, **arguments)
+        else:
+            self._states.layers = calls
+            try:
+                states = self._states(tokens, **arguments)
+            finally:
+                self._states.layers = layers
         assert isinstance(states, mx.array)
         return states
+
+
+def _check_plain(checkpoint: Checkpoint, raw: Mapping[str, Any]) -> None:
+    """Refuse what has a decoder's model_type, but is more than this decoder."""
+    kind, code = str(raw.get("model_type")), (raw.get("auto_map") or {}).get("AutoModel") or ""
+    names = [str(name) for name in (*(raw.get("architectures") or ()), code.rpartition(".")[2])]
+    plain = [kind.replace("_", "") + end for end in ("model", "lmheadmodel")]
+    strange = [n for n in names if n.endswith("Model") and n.lower() not in plain]
+    if "vocab_size" not in raw and "text_config" in raw:  # it reads more than texts
+        strange += names
+    if raw.get("task_names"):
+        strange.append(f"with adapters for {join_names(raw['task_names'])}")
+    if strange:
+        raise checkpoint.failed(f"its architecture, {strange[0]}, is not served as a `{kind}`")
 
 
 def _looks_ahead(checkpoint: Checkpoint, raw: Mapping[str, Any], window: int | None) -> bool:

@@ -1,12 +1,11 @@
 """Embedding models, and the passes that an encoder runs over batches."""
 
 from abc import ABC, abstractmethod
-from bisect import bisect_left
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from importlib.metadata import version
-from itertools import cycle, islice
-from pathlib import Path
+from itertools import islice
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol
 
 import mlx.core as mx
@@ -24,88 +23,40 @@ from gateway.engine.device import (
     single_threaded_blas,
 )
 from gateway.engine.embedding.bert import Bert, Roberta, arrays_of
+from gateway.engine.embedding.colbert import (
+    MarkedTokenizer,
+)
 from gateway.engine.embedding.modernbert import ModernBert
+from gateway.engine.embedding.outputs import (
+    Head,
+    TokenVectors,
+)
+from gateway.engine.embedding.passes import bucket, in_step, slice_rows, worthwhile_threads
 from gateway.engine.embedding.pooling import (
     Projection,
     Recipe,
     pool,
-    read_projections,
-    read_recipe,
     shorten,
     unit,
 )
 from gateway.engine.embedding.rotary_bert import Gte, JinaV3, NomicBert
-from gateway.engine.embedding.tokenizer import TextTokenizer, load_text_tokenizer
-from gateway.engine.models.checkpoint import Checkpoint, read_in_slices
-from gateway.engine.models.context import text_context
+from gateway.engine.embedding.tokenizer import TextTokenizer
+from gateway.engine.models.checkpoint import Checkpoint
+from gateway.engine.models.context import GEMMA2, text_context
 from gateway.engine.models.folder import join_names
 from gateway.errors import BadRequest, ContextLengthExceeded, EngineFailed
+from gateway.jobs import Vectors
+from gateway.jobs.embed import Output, SparseVector, TextOutputs
 
 if TYPE_CHECKING:
     from gateway.engine.embedding.decoder import Decoder
-    from gateway.engine.models.missing_kernels import Report
 
-# On a CPU, the buffers of a larger pass exceed the processor's cache.
-SLICE_TOKENS: Final = 512
-# Multiply-adds that are worth a thread, which takes 0.4 ms to start.
-WORTH_A_THREAD: Final = 30_000_000
-# Values of transformer_task and module_output_name.
-_TASK: Final = ("feature-extraction", "token_embeddings")
-
-
-def bucket(length: int) -> int:
-    """Round a length up to a multiple of 8 and, above 64, by at most a quarter."""
-    step = 8
-    if length > 64:
-        step = 1 << (length - 1).bit_length() - 3
-    return -(-length // step) * step
-
-
-def worthwhile_threads(tokens: int, weights: int, threads: int) -> int:
-    return max(1, min(threads, tokens * weights // WORTH_A_THREAD))
-
-
-def slice_rows(lengths: Sequence[int], threads: int) -> list[int]:
-    """Divide rows, sorted by length, into passes; return the number of rows in each pass.
-
-    A pass costs its rows times its longest row: at most SLICE_TOKENS, unless one row is longer. Use
-    as few passes as possible, rounded up to a multiple of `threads`, and make the most expensive
-    pass as cheap as possible.
-    """
-    costs = range(lengths[-1], len(lengths) * lengths[-1] + 1)
-    row_count = threads
-    while True:
-        cheapest = bisect_left(costs, True, key=lambda cost: len(_runs(lengths, cost)) <= row_count)
-        if costs[cheapest] <= max(SLICE_TOKENS, lengths[-1]):
-            return _runs(lengths, costs[cheapest])
-        row_count += threads
-
-
-def _runs(lengths: Sequence[int], cost: int) -> list[int]:
-    runs = [0]
-    for length in lengths:
-        if (runs[-1] + 1) * length <= cost:
-            runs[-1] += 1
-        else:
-            runs.append(1)
-    return runs
-
-
-def in_step(
-    passes: Sequence[Iterator[mx.array]], streams: Sequence[mx.Stream]
-) -> Iterator[list[mx.array]]:
-    """Advance passes of equal depth together, layer by layer, each on its own stream."""
-    while True:
-        states: list[mx.array] = []
-        for one, stream in zip(passes, cycle(streams), strict=False):
-            with mx.stream(stream):
-                states += islice(one, 1)
-        if not states:
-            return
-        yield states
-
+# Multiply-adds a second by which a first pass is sized: half of an M1's GPU, one slow core.
+RATES: Final = {False: 6e11, True: 2e10}  # by whether it is a CPU
 
 Results = npt.NDArray[np.float32]
+# Maps the last hidden states, the rows' numbers of tokens and the mask to float32 results.
+Finish = Callable[[mx.array, mx.array, mx.array | None], mx.array]
 
 
 class Encoder(Protocol):
@@ -153,9 +104,10 @@ class EncoderEngine(ABC):
         self.max_tokens = max_tokens
         self._encoder = encoder
         self._on_cpu = device is Device.CPU
-        # Each token is multiplied by all weights but the embeddings.
+        # Each token is multiplied by all weights but the embeddings. Packed, eight take 32 bits.
         table = encoder.vocabulary * encoder.dimensions
-        self._weights = sum(array.size for array in encoder.parameters()) - table
+        sizes = (a.size * (8 if a.dtype == mx.uint32 else 1) for a in encoder.parameters())
+        self._weights = max(0, sum(sizes) - table)
 
     @property
     def dtype(self) -> mx.Dtype:
@@ -165,6 +117,11 @@ class EncoderEngine(ABC):
     @property
     def vocab_size(self) -> int:
         return self._encoder.vocabulary
+
+    @property
+    def token_s(self) -> float:
+        """Return an estimate of the seconds that a token takes, from the number of weights."""
+        return self._weights / RATES[self._on_cpu]
 
     def close(self) -> None:
         del self._encoder
@@ -181,8 +138,21 @@ class EncoderEngine(ABC):
         self, rows: Sequence[Sequence[int]], width: int, starts: Sequence[int] | None = None
     ) -> Results:
         """Return each row's result, (rows, width), with token type 1 from `starts` on."""
+        results = np.empty((len(rows), width), dtype=np.float32)
+        for indices, [values] in self._passes(rows, [self._finish], starts):
+            results[indices] = values
+        self._check_results(results)
+        return results
+
+    def _passes(
+        self,
+        rows: Sequence[Sequence[int]],
+        finishes: Sequence[Finish],
+        starts: Sequence[int] | None = None,
+    ) -> Iterator[tuple[list[int], list[Results]]]:
+        """Yield the indices of each pass's rows, and its result of each of `finishes`."""
         if not rows:
-            return np.zeros((0, width), dtype=np.float32)
+            return
         self._check(rows)
         order = sorted(range(len(rows)), key=lambda index: len(rows[index]))
         lengths = [len(rows[index]) for index in order]
@@ -191,34 +161,55 @@ class EncoderEngine(ABC):
         waiting = iter(order)
         slices = [list(islice(waiting, count)) for count in counts]
         passes = [
-            self._forward([rows[i] for i in piece], starts and [starts[i] for i in piece])
+            self._forward([rows[i] for i in piece], finishes, starts and [starts[i] for i in piece])
             for piece in slices
         ]
-        results = np.empty((len(rows), width), dtype=np.float32)
-        results[order] = self._run_passes(passes, threads)
-        self._check_results(results)
-        return results
+        states = self._run_passes(passes, threads, len(finishes))
+        for index, piece in enumerate(slices):
+            yield piece, [np.array(results[index]) for results in states]
+
+    def _run_in_steps(
+        self,
+        rows: Sequence[Sequence[int]],
+        finishes: Sequence[Finish],
+        starts: Sequence[int] | None = None,
+    ) -> Generator[list[Results] | None]:
+        """Yield None after each layer of one pass, and finally its result of each of `finishes`."""
+        self._check(rows)
+        last: deque[mx.array] = deque(maxlen=len(finishes))
+        for states in self._forward(rows, finishes, starts):
+            evaluate(states)
+            last.append(states)
+            yield None
+        yield [np.array(states) for states in last]
 
     def _threads(self, tokens: int) -> int:
         if not self._on_cpu:
             return 1
         return worthwhile_threads(tokens, self._weights, cpu_threads())
 
-    def _run_passes(self, passes: Sequence[Iterator[mx.array]], threads: int) -> Results:
+    def _run_passes(
+        self, passes: Sequence[Iterator[mx.array]], threads: int, results: int
+    ) -> Sequence[list[mx.array]]:
+        """Run passes; return their last `results`, each with an array of each pass."""
         streams = [mx.default_stream(mx.default_device())]
         if len(passes) > 1:
             streams = cpu_streams(min(threads, len(passes)))
-        states: list[mx.array] = []
+        last: deque[list[mx.array]] = deque(maxlen=results)
         with single_threaded_blas() if len(streams) > 1 else nullcontext():
             # mlx queues only about fifty operations ahead, so each stream gets one layer at a time.
             for states in in_step(passes, streams):
                 if self._on_cpu:
                     mx.async_eval(states)  # type: ignore[no-untyped-call]
-            evaluate(states)
-        return np.concatenate([np.array(results) for results in states])
+                last.append(states)
+            evaluate(list(last))
+        return last
 
     def _forward(
-        self, rows: Sequence[Sequence[int]], starts: Sequence[int] | None = None
+        self,
+        rows: Sequence[Sequence[int]],
+        finishes: Sequence[Finish],
+        starts: Sequence[int] | None = None,
     ) -> Iterator[mx.array]:
         lengths = [len(row) for row in rows]
         longest = max(lengths)
@@ -227,13 +218,19 @@ class EncoderEngine(ABC):
         padded = np.full((len(rows), width), self._encoder.padding_id, dtype=np.int32)
         for index, row in enumerate(rows):
             padded[index, : len(row)] = row
-        counts = mx.array(lengths, dtype=mx.int32)
+        seen = [self._attended(row) for row in rows]
+        counts = mx.array(seen, dtype=mx.int32)
         columns = mx.arange(width)[None]
-        mask = columns < counts[:, None] if min(lengths) < width else None
+        mask = columns < counts[:, None] if min(seen) < width else None
         types = None if starts is None else columns >= mx.array(list(starts))[:, None]
         for hidden in self._encoder(mx.array(padded), mask, types):
             yield hidden
-        yield self._finish(hidden, counts, mask)
+        for finish in finishes:
+            yield finish(hidden, counts, mask)
+
+    def _attended(self, ids: Sequence[int]) -> int:
+        """Return how many of a row's first tokens the others see."""
+        return len(ids)
 
     def _check(self, rows: Sequence[Sequence[int]]) -> None:
         # mlx would read outside the embeddings: it does not check bounds.
@@ -276,17 +273,20 @@ def open_encoder(
 def _find_decoder(checkpoint: Checkpoint, kind: str) -> "type[Decoder]":
     with keep_file_limits():
         from gateway.engine.embedding.decoder import SAME_AS, Decoder
+        from gateway.engine.embedding.embedding_gemma2 import EmbeddingGemma2
         from gateway.engine.models.decoders import is_known  # mlx-lm takes a second to import
 
-    if not is_known(SAME_AS.get(kind, kind)):
+    if kind not in GEMMA2 and not is_known(SAME_AS.get(kind, kind)):
         raise checkpoint.failed(
             f"its architecture, `{kind}`, is not supported: encoders are {', '.join(ENCODERS)}, "
             f"and decoders those of mlx-lm {version('mlx-lm')}, such as llama, mistral and qwen3"
         )
-    return Decoder
+    return EmbeddingGemma2 if kind in GEMMA2 else Decoder
 
 
-def read_transformer_settings(checkpoint: Checkpoint, task: str, output: str) -> dict[str, Any]:
+def read_transformer_settings(
+    checkpoint: Checkpoint, task: str, output: str, *, is_colbert: bool = False
+) -> dict[str, Any]:
     """Read sentence_bert_config.json, or its older names, and refuse unsupported values."""
     files = sorted(path.name for path in checkpoint.folder.glob("sentence_*_config.json"))
     settings = checkpoint.read_object(files[0]) if files else {}
@@ -296,7 +296,7 @@ def read_transformer_settings(checkpoint: Checkpoint, task: str, output: str) ->
         ("processing_kwargs", (None, {})),
         ("query_expansion", (None,)),
     ):
-        if settings.get(key) not in served:
+        if settings.get(key) not in served and not (is_colbert and key == "query_expansion"):
             raise checkpoint.failed(f"{files[0]}: {key} {settings[key]} is not supported")
     return settings
 
@@ -326,18 +326,6 @@ def read_encoder_context(folder: Checkpoint, limits: Mapping[str, Any], asked: i
     return read_max_tokens(folder, positions, limits, asked)
 
 
-def read_embedding_context(
-    folder: Path, max_context: int | None, pooling: str | None, normalize: bool | None
-) -> int:
-    """Return the `max_tokens` of a folder's engine. Raises ModelLoadFailed."""
-    checkpoint = Checkpoint(folder.name, folder)
-    inner = checkpoint.inside(read_recipe(checkpoint, pooling, normalize).transformer)
-    return read_encoder_context(inner, read_transformer_settings(inner, *_TASK), max_context)
-
-
-Vectors = npt.NDArray[np.float32]
-
-
 class EmbeddingEngine(EncoderEngine):
     """A loaded embedding model. Only its tokenization is safe on any thread."""
 
@@ -347,9 +335,10 @@ class EmbeddingEngine(EncoderEngine):
         self,
         name: str,
         encoder: Encoder,
-        tokenizer: TextTokenizer,
+        tokenizer: TextTokenizer | MarkedTokenizer,
         recipe: Recipe,
         projections: Sequence[Projection] = (),
+        heads: Mapping[Output, Head] | None = None,
         *,
         device: Device,
         max_tokens: int,
@@ -359,24 +348,44 @@ class EmbeddingEngine(EncoderEngine):
         super().__init__(name, encoder, device=device, max_tokens=max_tokens)
         self.tokenizer = tokenizer
         self.has_patterns = tokenizer.has_patterns
-        self.dimensions = encoder.dimensions
+        self.dimensions = 0  # no dense vector
+        if recipe.pooling not in ("splade", "tokens"):
+            self.dimensions = encoder.dimensions
         if projections:
             self.dimensions = int(projections[-1].dense.weight.shape[1])
         self.prompts = prompts
         self.default_prompt_name = default_prompt_name
         self._recipe = recipe
         self._projections = projections
+        self._heads = dict(heads or {})
+        dense: tuple[Output, ...] = ("dense",) if self.dimensions else ()
+        self.outputs: tuple[Output, ...] = (*dense, *self._heads)
+        vectors = self._heads.get("multi_vector")
+        self.token_dimensions = vectors.dimensions if isinstance(vectors, TokenVectors) else 0
 
     def close(self) -> None:
-        self._projections = ()
+        self._projections, self._heads = (), {}
         super().close()
 
     def nbytes(self) -> int:
-        return super().nbytes() + sum(a.nbytes for a in arrays_of(list(self._projections)))
+        parts = [*self._projections, *self._heads.values()]
+        return super().nbytes() + sum(a.nbytes for a in arrays_of(parts))
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Return texts' token ids, special tokens included. Safe on any thread."""
         return self.tokenizer.encode(texts)
+
+    @property
+    def query_tokens(self) -> int:
+        """Return the most tokens of a query, which are fewer than `max_tokens` for ColBERT."""
+        return getattr(self.tokenizer, "query_length", self.max_tokens)
+
+    def encode_query(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return queries' token ids, which are other than documents' for ColBERT alone."""
+        return self.tokenizer.encode_query(texts)
+
+    def _attended(self, ids: Sequence[int]) -> int:
+        return self.tokenizer.attended(ids)
 
     def encode_start(self, texts: Sequence[str]) -> list[list[int]]:
         """Return each text's ids, but of a long text only as many as `truncate` needs."""
@@ -396,7 +405,50 @@ class EmbeddingEngine(EncoderEngine):
         Raises ContextLengthExceeded, BadRequest, or EngineFailed for a vector that is zero or not
         finite.
         """
+        if not self.dimensions:
+            outputs = join_names(self.outputs)
+            raise BadRequest(f"`{self.name}` gives no dense vectors: its output is {outputs}.")
         return self._run(rows, self.dimensions)
+
+    def embed_outputs(
+        self, rows: Sequence[Sequence[int]], outputs: Collection[Output]
+    ) -> list[TextOutputs]:
+        """Return these outputs of each row, of one pass. Raises the errors of `embed`."""
+        return self._read(rows, outputs, self._passes(rows, self._finishes(outputs)))
+
+    def in_steps(
+        self, rows: Sequence[Sequence[int]], outputs: Collection[Output]
+    ) -> Generator[list[TextOutputs] | None]:
+        """Yield None after each layer, and finally what `embed_outputs` returns for one row."""
+        for results in self._run_in_steps(rows, self._finishes(outputs)):
+            if results is None:
+                yield None
+            else:
+                yield self._read(rows, outputs, [(range(len(rows)), results)])
+
+    def _finishes(self, outputs: Collection[Output]) -> list[Finish]:
+        return [self._heads.get(each, self._finish) for each in self.outputs if each in outputs]
+
+    def _read(
+        self,
+        rows: Sequence[Sequence[int]],
+        outputs: Collection[Output],
+        passes: Iterable[tuple[Sequence[int], list[Results]]],
+    ) -> list[TextOutputs]:
+        asked = [output for output in self.outputs if output in outputs]
+        texts: list[dict[str, Any]] = [{} for _ in rows]
+        is_broken = np.zeros(len(rows), bool)
+        for indices, results in passes:
+            for output, values in zip(asked, results, strict=True):
+                head = self._heads.get(output)
+                for index, row in zip(indices, values, strict=True):
+                    read = texts[index][output] = head.read(rows[index], row) if head else row
+                    numbers = read.weights if isinstance(read, SparseVector) else read
+                    is_broken[index] |= not np.isfinite(numbers).all()
+        self._refuse(is_broken, "is not finite")
+        if "dense" in asked and texts:
+            self._check_results(np.stack([text["dense"] for text in texts]))
+        return [TextOutputs(**text) for text in texts]
 
     def _check_results(self, results: Results) -> None:
         super()._check_results(results)
@@ -404,7 +456,7 @@ class EmbeddingEngine(EncoderEngine):
 
     @unfused()
     def probe(self) -> None:
-        self.embed(self.encode(["Hello"]))
+        self.embed_outputs(self.encode(["Hello"]), self.outputs)
 
     def _finish(self, hidden: mx.array, counts: mx.array, mask: mx.array | None) -> mx.array:
         vectors = pool(hidden, counts, mask, self._recipe.pooling)
@@ -413,51 +465,3 @@ class EmbeddingEngine(EncoderEngine):
         if self._recipe.normalize:
             return unit(vectors)
         return vectors
-
-
-def load_embedding_in_steps(
-    folder: Path,
-    *,
-    name: str,
-    device: Device,
-    dtype: str | None = None,
-    pooling: str | None = None,
-    normalize: bool | None = None,
-    max_context: int | None = None,
-    prompts: Mapping[str, str] | None = None,
-    report: "Report | None" = None,
-) -> Generator[EmbeddingEngine | None]:
-    """Load an embedding model from a folder of safetensors; the last step yields the engine.
-
-    `pooling` (mean, cls, last), `normalize` and non-empty `prompts` override the folder's settings.
-    `max_context` can only lower the model's limit. `report` is called with quantized weights that
-    the device has no kernel for. Raises ModelLoadFailed.
-    """
-    checkpoint = Checkpoint(name, folder)
-    recipe = read_recipe(checkpoint, pooling, normalize)
-    inner = checkpoint.inside(recipe.transformer)
-    saved = checkpoint.read_object("config_sentence_transformers.json")
-    limits = read_transformer_settings(inner, *_TASK)
-    tokenizer = load_text_tokenizer(inner, lower_case=bool(limits.get("do_lower_case")))
-    yield None
-    if (inner.folder / "adapter_config.json").is_file():
-        raise inner.failed("its folder has a LoRA adapter, which is not added to embedding models")
-    encoder = open_encoder(inner, inner.read_object("config.json"), device, dtype)
-    projections = read_projections(checkpoint, recipe, encoder.dimensions)
-    yield from read_in_slices(inner, [*encoder.parameters(), *arrays_of(projections)])
-    if isinstance(encoder, Bert):
-        yield from encoder.pack_in_steps()
-    # Decoder isn't imported here: mlx-lm takes a second to import.
-    if hasattr(encoder, "replace_missing"):
-        yield from encoder.replace_missing(name, device, report)
-    yield EmbeddingEngine(
-        name,
-        encoder,
-        tokenizer,
-        recipe,
-        projections,
-        device=device,
-        max_tokens=read_max_tokens(inner, encoder.max_tokens, limits, max_context),
-        prompts=prompts or {key: text or "" for key, text in (saved.get("prompts") or {}).items()},
-        default_prompt_name=saved.get("default_prompt_name"),
-    )

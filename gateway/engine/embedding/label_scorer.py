@@ -83,6 +83,7 @@ class LabelScorer:
         [self._tail] = tokenizer.encode([after], with_specials=False)
         self._controls = tokenizer.controls
         self.max_tokens = max_tokens
+        self.token_s = 0.0
         caches = make_prompt_cache(model)
         self._shares_prefixes = all(type(layer) is KVCache for layer in caches)
         self._kv_bytes = measure_kv(model).token
@@ -132,6 +133,9 @@ class LabelScorer:
                 shared = 0
             scores[places, 0] = self._read(tokens, shared)
         return scores
+
+    def in_steps(self, rows: Sequence[Pair]) -> Generator[Vectors | None]:
+        yield self.score(rows)  # mlx-lm runs the model as a whole
 
     @unfused()
     def probe(self) -> None:

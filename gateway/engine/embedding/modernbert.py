@@ -234,7 +234,7 @@ class ModernBert:
         self.padding_id = config.padding_id
         self.max_tokens = config.positions
         self._dtype = weights_dtype
-        self._words = weights["embeddings.tok_embeddings.weight"]
+        self.words = weights["embeddings.tok_embeddings.weight"]
         self._norms = [
             make_norm(weights, name, choice, config.epsilon)
             for name in ("embeddings.norm", "final_norm")
@@ -265,7 +265,7 @@ class ModernBert:
         shape = (rows, length, self.dimensions)
         spans = {window: self._spans(length, mask, window) for window in set(self.config.windows)}
         first, last = self._norms
-        x = first(self._words[tokens].reshape(rows * length, self.dimensions))
+        x = first(self.words[tokens].reshape(rows * length, self.dimensions))
         yield x.reshape(shape)
         layers = zip(self._layers, self.config.thetas, self.config.windows, strict=True)
         for layer, theta, window in layers:
@@ -274,7 +274,7 @@ class ModernBert:
         yield last(x).reshape(shape)
 
     def parameters(self) -> list[mx.array]:
-        return arrays_of([self._words, self._norms, self._layers])
+        return arrays_of([self.words, self._norms, self._layers])
 
     def _spans(self, length: int, mask: mx.array | None, window: int | None) -> list[Span]:
         block = length if window is None else BLOCK

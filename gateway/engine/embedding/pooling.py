@@ -6,7 +6,7 @@ Pooling is never guessed: a wrong one gives plausible vectors that find the wron
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, cast, get_args
+from typing import Any, Final, Literal, cast
 
 import mlx.core as mx
 import numpy as np
@@ -18,13 +18,20 @@ from gateway.engine.models.encoder_kernels import Activation
 from gateway.engine.models.folder import join_names
 
 INSIDE: Final = "dense."  # prefix of linear layers in the model's own weight file
-_VECTOR: Final = "sentence_embedding"
+_VECTOR, _TOKENS = "sentence_embedding", "token_embeddings"
 # The keys are values of `activation_function` in a Dense module's config.
 _ACTIVATIONS: Final[Mapping[str, Activation]] = {
     "torch.nn.modules.linear.Identity": lambda x: x,
     "torch.nn.modules.activation.Tanh": mx.tanh,
 }
-Mode = Literal["mean", "cls", "last"]
+_ORDER: Final = "(Transformer( Pooling( Dense)*( Normalize)?)?)?|(MLM)?Transformer SpladePooling"
+_COLBERT_ORDER: Final = "(Transformer( Dense)*( MultiVectorMask Normalize)?)?"
+_MODULES: Final = (
+    *("Transformer", "Pooling", "Dense", "Normalize"),
+    *("MLMTransformer", "SpladePooling", "MultiVectorMask"),
+)
+Mode = Literal["mean", "cls", "last", "splade", "tokens"]
+STATED: Final = ("mean", "cls", "last", "splade")  # `pooling:` in models.yaml
 _MODES: Final = {"mean": "mean", "cls": "cls", "lasttoken": "last"}
 # sentence-transformers before version 6 had a boolean for each mode.
 _OLD_KEYS: Final = {
@@ -45,14 +52,29 @@ class Recipe:
     pooling: Mode
     normalize: bool
     dense: Sequence[str] = ()  # subfolders of the linear layers after the pooling
+    head: str | None = None  # the subfolder of SPLADE's pooling, or of ColBERT's mask
 
 
 def read_recipe(checkpoint: Checkpoint, pooling: str | None, normalize: bool | None) -> Recipe:
     """Read the recipe; `pooling` and `normalize` override the files. Raises ModelLoadFailed."""
-    if pooling is not None and pooling not in get_args(Mode):
-        raise checkpoint.failed(f"`pooling:` in models.yaml is `{pooling}`, not mean, cls or last")
+    if pooling is not None and pooling not in STATED:
+        raise checkpoint.failed(
+            f"`pooling:` in models.yaml is `{pooling}`, not mean, cls, last or splade"
+        )
     modules = _modules(checkpoint)
     paths = dict(modules)
+    if "SpladePooling" in paths and pooling in (None, "splade"):
+        return Recipe(modules[0][1], "splade", False, head=paths["SpladePooling"])
+    if has_token_vectors(checkpoint, paths):
+        if pooling is not None:
+            raise checkpoint.failed(
+                "it is a ColBERT, which `pooling:` in models.yaml cannot change"
+            )
+        dense = [path for name, path in modules if name == "Dense"]
+        transformer = paths.get("Transformer", "")
+        return Recipe(transformer, "tokens", True, dense, paths.get("MultiVectorMask"))
+    if pooling == "splade" and not modules:
+        return Recipe("", "splade", False)
     if pooling is None and "Pooling" in paths:
         pooling = _read_pooling(checkpoint.inside(paths["Pooling"]))
     if normalize is None and paths:
@@ -60,7 +82,7 @@ def read_recipe(checkpoint: Checkpoint, pooling: str | None, normalize: bool | N
     if pooling is None:
         raise checkpoint.failed(
             "its folder does not say how token vectors become one vector: "
-            "set `pooling:` (mean, cls or last) in models.yaml"
+            "set `pooling:` (mean, cls, last or splade) in models.yaml"
         )
     if normalize is None:
         raise checkpoint.failed(
@@ -69,6 +91,14 @@ def read_recipe(checkpoint: Checkpoint, pooling: str | None, normalize: bool | N
         )
     dense = [path for name, path in modules if name == "Dense"]
     return Recipe(paths.get("Transformer", ""), cast(Mode, pooling), normalize, dense)
+
+
+def has_token_vectors(checkpoint: Checkpoint, modules: Mapping[str, str]) -> bool:
+    """Return True for a ColBERT, as PyLate, sentence-transformers or colbert-ir save it."""
+    if not modules:
+        return "HF_ColBERT" in (checkpoint.config().get("architectures") or ())
+    saved = checkpoint.read_object("config_sentence_transformers.json")
+    return "MultiVectorMask" in modules or "query_prefix" in saved
 
 
 def weight_folders(
@@ -82,16 +112,18 @@ def weight_folders(
 def _modules(checkpoint: Checkpoint) -> list[tuple[str, str]]:
     modules = checkpoint.read_modules() or []
     names = [name for name, _ in modules]
-    unknown = [n for n in names if n not in ("Transformer", "Pooling", "Dense", "Normalize")]
+    unknown = [name for name in names if name not in _MODULES]
     if unknown:
         raise checkpoint.failed(f"modules.json lists unsupported modules: {join_names(unknown)}")
-    if not re.fullmatch("(Transformer( Pooling( Dense)*( Normalize)?)?)?", " ".join(names)):
+    is_colbert = has_token_vectors(checkpoint, dict(modules))
+    if not re.fullmatch(_COLBERT_ORDER if is_colbert else _ORDER, " ".join(names)):
         raise checkpoint.failed(f"modules.json lists modules in no known order: {', '.join(names)}")
+    vector = _TOKENS if is_colbert else _VECTOR
     for name, path in modules:
         config = checkpoint.inside(path).read_object("config.json")
         for key in ("module_input_name", "module_output_name"):
-            works_on = config.get(key) or _VECTOR
-            if name in ("Dense", "Normalize") and works_on != _VECTOR:
+            works_on = config.get(key) or vector
+            if name in ("Dense", "Normalize") and works_on != vector:
                 raise checkpoint.failed(
                     f"its {name} module works on {works_on}, which is not supported"
                 )
@@ -128,7 +160,8 @@ class Projection:
 
 def read_projections(checkpoint: Checkpoint, recipe: Recipe, dimensions: int) -> list[Projection]:
     """Open the linear layers after the pooling. Raises ModelLoadFailed."""
-    layers = _projections_inside(checkpoint.inside(recipe.transformer))
+    inside = "linear." if recipe.pooling == "tokens" else INSIDE
+    layers = _projections_inside(checkpoint.inside(recipe.transformer), inside)
     if not layers:
         layers = [_read_projection(checkpoint.inside(path)) for path in recipe.dense]
     for layer in layers:
@@ -157,9 +190,9 @@ def _read_projection(folder: Checkpoint) -> Projection:
     return _projection(fit_weights(folder, folder.weights(), shapes), "linear", name)
 
 
-def _projections_inside(transformer: Checkpoint) -> list[Projection]:
-    """Open the linear layers in the model's own weight file, as mlx-embeddings writes it."""
-    named = {n: a for n, a in transformer.weights().items() if n.startswith(INSIDE)}
+def _projections_inside(transformer: Checkpoint, inside: str) -> list[Projection]:
+    """Open linear layers in the model's own weight file, as mlx-embeddings and colbert-ir do."""
+    named = {n: a for n, a in transformer.weights().items() if n.startswith(inside)}
     arrays = dequantize(transformer, named, transformer.config().get("quantization") or {})
     with transformer.blame():
         return [

@@ -34,6 +34,15 @@ class TextTokenizer:
     def controls(self) -> ControlTokens:
         return ControlTokens(self._tokenizer)
 
+    def encode_query(self, texts: Sequence[str]) -> list[list[int]]:
+        return self.encode(texts)
+
+    def attended(self, ids: Sequence[int]) -> int:
+        return len(ids)
+
+    def token_id(self, text: str) -> int | None:
+        return self._tokenizer.token_to_id(text)
+
     def encode(self, texts: Sequence[str], *, with_specials: bool = True) -> list[list[int]]:
         """Return each text's ids, not truncated, by default with special tokens."""
         encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=with_specials)

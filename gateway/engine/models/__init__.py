@@ -19,5 +19,6 @@ context          the most tokens that a model takes
 counts           bounds for the sizes in a config
 kv_costs         the bytes of KV that a sequence needs
 checkpoint       a model's weights, and the memory that they need
+torch_pickle     tensors that torch saved, read without unpickling
 folder           a model's JSON files, and the headers of its weights
 """

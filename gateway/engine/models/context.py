@@ -13,6 +13,8 @@ from gateway.registry import is_gguf
 
 # The default limit of `pair_context`, from Qwen3's model card.
 PAIR_TOKENS: Final = 8192
+# The context in EmbeddingGemma 2's model card, by model_type: its files state 262,144 positions.
+GEMMA2: Final = {"embedding_gemma2": 8192, "embedding_gemma2_text": 8192}
 LLAMAS: Final = ("eurobert", "llama", "mistral", "qwen2", "qwen3")
 POSITIONS: Final = ("max_position_embeddings", "max_seq_len", "n_positions")
 # Families whose windows mlx-lm ignores, with transformers' default for `sliding_window`.
@@ -112,7 +114,8 @@ def read_files(files: Path) -> Mapping[str, Any]:
 def text_context(config: Mapping[str, Any]) -> int:
     """Return the most tokens of a text that a decoder with this config embeds."""
     limits = [limit.tokens for limit in list_limits(config)]
-    return min([int(config["max_position_embeddings"]), *limits])
+    limits += [tokens for kind, tokens in GEMMA2.items() if kind == config.get("model_type")]
+    return min([int(text_config(config)["max_position_embeddings"]), *limits])
 
 
 def ignored_window(text: Mapping[str, Any]) -> int | None:

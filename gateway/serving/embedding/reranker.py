@@ -1,6 +1,6 @@
 """Scores pairs of a query and a document, in passes that requests share."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from itertools import repeat
 from typing import TypeAlias
 
@@ -22,7 +22,7 @@ from gateway.serving.tokenize import SHORT_CHARS, SLICE_CHARS, ThreadPools, text
 Part: TypeAlias = Sequence[tuple[str, Sequence[str]]]
 
 
-class RerankBatcher(RowBatcher[Pair]):
+class RerankBatcher(RowBatcher[Pair, Vectors]):
     """One cross-encoder's queue of requests, and the worker that scores their pairs."""
 
     kind = "rerank"
@@ -36,7 +36,7 @@ class RerankBatcher(RowBatcher[Pair]):
         limits: EmbeddingLimits,
         arrivals: Arrivals | None = None,
     ) -> None:
-        super().__init__(name, self._score, engine.probe, lane, limits, arrivals)
+        super().__init__(name, self._score, self._score_in_steps, engine, lane, limits, arrivals)
         self.engine = engine
         self._pool = pool
 
@@ -54,7 +54,7 @@ class RerankBatcher(RowBatcher[Pair]):
             logits = await self._queue(pairs, timings, expected)
         tokens, truncated = sum(map(len, pairs)), sum(pair.cut > 0 for pair in pairs)
         self._count(timings, tokens, truncated)
-        return Reranked(relevance(logits, is_raw=job.is_raw), tokens, truncated)
+        return Reranked(relevance(np.stack(logits), is_raw=job.is_raw), tokens, truncated)
 
     async def _encode(self, part: Part, job: RerankJob) -> list[Pair]:
         """Tokenize queries with their documents, on a thread unless the texts are short."""
@@ -83,11 +83,17 @@ class RerankBatcher(RowBatcher[Pair]):
             tokens = max(len(pair) + pair.cut for pair in cut)
             raise ContextLengthExceeded(limit, tokens, noun="documents", part="documents")
 
-    def _score(self, pairs: Sequence[Pair]) -> Vectors:
-        logits = self.engine.score(pairs)
+    def _score(self, pairs: Sequence[Pair]) -> list[Vectors]:
+        return self._listed(self.engine.score(pairs))
+
+    def _score_in_steps(self, pairs: Sequence[Pair]) -> Generator[list[Vectors] | None]:
+        for logits in self.engine.in_steps(pairs):
+            yield None if logits is None else self._listed(logits)
+
+    def _listed(self, logits: Vectors) -> list[Vectors]:
         if not np.isfinite(logits).all():
             raise EngineFailed(self._name, "a score is not finite.")
-        return logits
+        return list(logits)
 
 
 def _slices(job: RerankJob) -> Iterator[Part]:

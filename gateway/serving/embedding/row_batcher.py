@@ -2,38 +2,37 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence, Sized
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence, Sized
 from typing import ClassVar, Generic, NamedTuple, Self, TypeVar
-
-import numpy as np
 
 from gateway import clock, logs, metrics
 from gateway.clock import Stage, Timings
 from gateway.errors import DeviceLost, Fault, GatewayError, Unavailable
-from gateway.jobs import Caller, Vectors
+from gateway.jobs import Caller
 from gateway.serving.admission import Admission, Arrival, Arrivals, Noun, until_deadline
 from gateway.serving.embedding.policy import EmbeddingLimits, patience, take_batch, window
 from gateway.serving.faults import run_forever
 from gateway.serving.lane import Lane, Pace, Turn
+from gateway.serving.ports import RowEngine
 
 R = TypeVar("R", bound=Sized)
+T = TypeVar("T")
 
 log = logs.get("embedding")
 
 
-class RowRequest(Generic[R]):
+class RowRequest(Generic[R, T]):
     """The rows of one request and their results. Short rows are first, which keeps padding low."""
 
     def __init__(self, rows: Sequence[R], timings: Timings) -> None:
         self.arrived = clock.now()
-        self.results: asyncio.Future[Vectors] = asyncio.get_running_loop().create_future()
+        self.results: asyncio.Future[list[T]] = asyncio.get_running_loop().create_future()
         self._rows = rows
         self._timings = timings
         timings.stage = Stage.QUEUE
         self._order = sorted(range(len(rows)), key=lambda index: len(rows[index]))
         self._taken = 0
-        self._left = len(rows)
-        self._array: Vectors | None = None
+        self._results: dict[int, T] = {}
         self._inferred_s = 0.0
         self._lane_s = 0.0
         self._turn: Turn | None = None
@@ -54,7 +53,7 @@ class RowRequest(Generic[R]):
         """Return the lengths in tokens of at most `most` rows to take next."""
         return [len(self._rows[i]) for i in self._order[self._taken : self._taken + most]]
 
-    def take(self, count: int) -> "list[Row[R]]":
+    def take(self, count: int) -> "list[Row[R, T]]":
         tickets = self._order[self._taken : self._taken + count]
         self._taken += count
         self._timings.stage = Stage.INFERENCE
@@ -68,17 +67,17 @@ class RowRequest(Generic[R]):
             # The wait may have begun before the request arrived.
             self._lane_s += max(0.0, min(turn.waited_s, turn.gained - self.arrived))
 
-    def answer(self, index: int, result: Vectors) -> None:
-        if self._array is None:
-            self._array = np.empty((len(self._rows), len(result)), dtype=np.float32)
-        self._array[index] = result
-        self._left -= 1
-        if self._left == 0 and not self.is_over:
-            self.results.set_result(self._array)
+    def answer(self, index: int, result: T) -> None:
+        if self.is_over:
+            return
+        self._results[index] = result
+        if len(self._results) == len(self._rows):
+            self.results.set_result([self._results[i] for i in range(len(self._rows))])
 
     def close(self) -> None:
         """Stop waiting for results, so that waiting rows are never computed."""
         self.results.cancel()
+        self._results.clear()
 
     def write_timings(self) -> None:
         """Record the seconds in each stage; all but LANE and INFERENCE count as QUEUE."""
@@ -94,19 +93,19 @@ class RowRequest(Generic[R]):
             self.results.set_exception(error)
 
 
-class Row(NamedTuple, Generic[R]):
+class Row(NamedTuple, Generic[R, T]):
     """A row in a batch."""
 
-    request: RowRequest[R]
+    request: RowRequest[R, T]
     position: int
     row: R
 
 
-class RowBatcher(Generic[R]):
+class RowBatcher(Generic[R, T]):
     """One model's queue of requests, and the worker that computes their rows.
 
-    `compute` gets rows sorted by length, and returns (rows, width) float32. `probe` computes a
-    fixed row, to find out whether the device works. Both run on the lane.
+    `compute` gets rows sorted by length, and returns a result for each. `in_steps` yields None
+    after each step, and finally the results. Both run on the lane.
     """
 
     kind: ClassVar[str]
@@ -114,20 +113,22 @@ class RowBatcher(Generic[R]):
     def __init__(
         self,
         name: str,
-        compute: Callable[[Sequence[R]], Vectors],
-        probe: Callable[[], None],
+        compute: Callable[[Sequence[R]], Sequence[T]],
+        in_steps: Callable[[Sequence[R]], Generator[Sequence[T] | None]],
+        engine: RowEngine,
         lane: Lane,
         limits: EmbeddingLimits,
         arrivals: Arrivals | None,
     ) -> None:
         self._name = name
         self._compute = compute
-        self._probe = probe
+        self._in_steps = in_steps
+        self._probe = engine.probe
         self._lane = lane
         self._limits = limits
         self._arrivals = arrivals or Arrivals()
-        self._pace = Pace(limits.pass_limit_s)
-        self._waiting: list[RowRequest[R]] = []
+        self._pace = Pace(limits.pass_limit_s, engine.token_s)
+        self._waiting: list[RowRequest[R, T]] = []
         self._tokens = Admission(name, Noun.TOKENS, limits.queue_max_tokens)
         self._arrived = asyncio.Event()
 
@@ -151,10 +152,10 @@ class RowBatcher(Generic[R]):
             with self._arrivals.expect() as own_arrival:
                 yield own_arrival
 
-    async def _queue(self, rows: Sequence[R], timings: Timings, arrival: Arrival) -> Vectors:
+    async def _queue(self, rows: Sequence[R], timings: Timings, arrival: Arrival) -> list[T]:
         """Queue rows and return their results. Raises Overloaded if too many tokens are queued."""
         with self._tokens.admit(sum(map(len, rows))):
-            request = RowRequest(rows, timings)
+            request: RowRequest[R, T] = RowRequest(rows, timings)
             self._waiting.append(request)
             self._arrived.set()
             arrival.end()
@@ -218,7 +219,7 @@ class RowBatcher(Generic[R]):
         batch = self._take()
         if not batch:
             return
-        started = clock.now()
+        started = turn.held_s
         try:
             self._lane.health.check()
             await self._run(turn, batch)
@@ -234,7 +235,7 @@ class RowBatcher(Generic[R]):
             raise
         self._record(batch, turn, started)
 
-    def _take(self) -> list[Row[R]]:
+    def _take(self) -> list[Row[R, T]]:
         self._has_work()
         max_rows = self._limits.max_batch_size
         requests = self._waiting[:max_rows]
@@ -245,15 +246,32 @@ class RowBatcher(Generic[R]):
         chosen = [ticket for request, count in pairs for ticket in request.take(count)]
         return sorted(chosen, key=lambda ticket: len(ticket.row))
 
-    async def _run(self, turn: Turn, batch: list[Row[R]]) -> None:
+    async def _run(self, turn: Turn, batch: list[Row[R, T]]) -> None:
         turn.set_shape((self._name, len(batch).bit_length(), len(batch[-1].row).bit_length()))
         try:
-            _answer(batch, await turn(self._compute, [ticket.row for ticket in batch]))
+            await self._answer_rows(turn, batch)
         except Exception as error:
             log.warning("batch_failed", model=self._name, rows=len(batch), error=str(error))
             await self._retry_alone(turn, batch, error)
 
-    async def _retry_alone(self, turn: Turn, batch: list[Row[R]], error: Exception) -> None:
+    async def _answer_rows(self, turn: Turn, batch: Sequence[Row[R, T]]) -> None:
+        """Compute rows. One that takes longer than a pass should gives the lane back in between."""
+        rows = [ticket.row for ticket in batch]
+        if len(rows) > 1 or len(rows[0]) <= self._pace.tokens:
+            _answer(batch, await turn(self._compute, rows))
+            return
+        steps, results = self._in_steps(rows), None
+        try:
+            while results is None and not batch[0].request.is_over:
+                await turn.rest()
+                results = await turn(_advance, steps, self._pace.limit_s)
+        finally:
+            with contextlib.suppress(GatewayError):  # the lane has ended
+                await turn(steps.close)  # arrays are freed where they were made
+        if results is not None:
+            _answer(batch, results)
+
+    async def _retry_alone(self, turn: Turn, batch: list[Row[R, T]], error: Exception) -> None:
         """Compute each row alone, so that only the rows at fault fail."""
         fault = await self._note(turn, error)
         # A batch of one row is retried only after memory was freed or compiled code turned off.
@@ -262,7 +280,7 @@ class RowBatcher(Generic[R]):
         for row in batch:
             if len(batch) > 1 or fault in (Fault.PRESSURE, Fault.COMPILER):
                 try:
-                    _answer([row], await turn(self._compute, [row.row]))
+                    await self._answer_rows(turn, [row])
                     continue
                 except Exception as alone:
                     error = alone
@@ -276,12 +294,13 @@ class RowBatcher(Generic[R]):
         await turn(health.note, fault, str(error), self._probe)
         return fault
 
-    def _record(self, batch: Sequence[Row[R]], turn: Turn, started: float) -> None:
-        seconds = clock.now() - started
+    def _record(self, batch: Sequence[Row[R, T]], turn: Turn, started: float) -> None:
+        seconds = turn.held_s - started
         for request in {ticket.request for ticket in batch}:
             request.note_pass(seconds, turn)
         padded = len(batch) * max(1, len(batch[-1].row))
-        self._pace.note(padded, seconds)
+        if not all(ticket.request.results.cancelled() for ticket in batch):  # it may be unfinished
+            self._pace.note(padded, seconds)
         metrics.of(metrics.BATCH_ROWS, self._name).observe(len(batch))
         metrics.of(metrics.BATCH_PADDING, self._name).observe(
             1 - sum(len(ticket.row) for ticket in batch) / padded
@@ -313,14 +332,23 @@ class RowBatcher(Generic[R]):
             self.end(_unloaded_error(self._name))
 
 
-def _answer(batch: Sequence[Row[R]], results: Vectors) -> None:
+def _advance(steps: Iterator[Sequence[T] | None], seconds: float) -> Sequence[T] | None:
+    """Run steps for about this time; return the results, or None if steps are left."""
+    until = clock.now() + seconds
+    for results in steps:
+        if results is not None or clock.now() >= until:
+            return results
+    raise ValueError("a pass ended without results")
+
+
+def _answer(batch: Sequence[Row[R, T]], results: Sequence[T]) -> None:
     if len(results) != len(batch):
         raise ValueError(f"{len(results)} results were given for {len(batch)} rows")
     for ticket, result in zip(batch, results, strict=True):
         ticket.request.answer(ticket.position, result)
 
 
-def _refuse(batch: Sequence[Row[R]], error: GatewayError) -> None:
+def _refuse(batch: Sequence[Row[R, T]], error: GatewayError) -> None:
     for ticket in batch:
         ticket.request.refuse(error)
 

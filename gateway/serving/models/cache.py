@@ -96,13 +96,11 @@ class ModelCache(Generic[M]):
         Raises a failed load's error, ModelLoading, NoRoom, Overloaded, and DeadlineExceeded.
         """
         with self._admit(spec, caller):
-            async with contextlib.AsyncExitStack() as leases:
-                base = None
-                if isinstance(spec, ChatSpec) and spec.base_spec is not None:
-                    self._failures.check(spec.id)  # else the base may be loaded in vain
-                    lease = self._use(spec.base_spec, None, caller)
-                    base = await leases.enter_async_context(lease)
-                entry = await leases.enter_async_context(self._use(spec, base, caller))
+            lease_base: AbstractAsyncContextManager[Entry[M] | None] = contextlib.nullcontext()
+            if isinstance(spec, ChatSpec) and spec.base_spec is not None:
+                self._failures.check(spec.id)  # else the base may be loaded in vain
+                lease_base = self._use(spec.base_spec, None, caller)
+            async with lease_base as base, self._use(spec, base, caller) as entry:
                 assert entry.model is not None
                 yield entry.model
 

@@ -194,6 +194,9 @@ class Room(Generic[M]):
         self._budget.notify()
 
     def _update(self) -> None:
+        if not any(entry.waits_for_room for entry in self._queue):
+            self._budget.claim(0)
+            return
         self._refuse_impossible()
         plan = make_plan(
             self._residents(),

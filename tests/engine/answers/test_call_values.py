@@ -120,11 +120,11 @@ def test_references_that_branch_are_each_read_once() -> None:
         f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 10} for i in range(6)
     }
     root = {"$defs": {**defs, "d6": {"anyOf": [{"type": "integer"}, {"$ref": "#/$defs/d0"}]}}}
-    start = time.perf_counter()
+    start = time.thread_time()
     assert Allowed(root).types({"$ref": "#/$defs/d0"}) == {"integer"}
     allowed = Allowed(root)
     assert allowed.types(allowed.inner(root["$defs"]["d0"], "a")) == frozenset()
-    assert time.perf_counter() - start < 1
+    assert time.thread_time() - start < 1
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,17 @@ def test_every_pair_gets_the_score_of_sentence_transformers(name: str, device: D
 
 
 @pytest.mark.parametrize("name", TINY)
+def test_a_pair_in_steps_gets_the_same_bits(name: str) -> None:
+    engine = golden(name, Device.CPU)
+    pair = max(rows(engine), key=len)
+    *steps, score = engine.in_steps([pair])
+    assert steps == [None] * len(steps)
+    assert len(steps) > 1
+    assert score is not None
+    assert np.array_equal(score, engine.score([pair]))
+
+
+@pytest.mark.parametrize("name", TINY)
 def test_pairs_are_joined_and_cut_as_transformers_does(name: str) -> None:
     saved = json.loads((GOLDEN / name / "pairs.json").read_text())
     pairs = rows(golden(name))

@@ -6,6 +6,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx.nn.layers.base import Module
+from mlx.nn.layers.linear import Linear
 from mlx.nn.layers.quantized import quantize
 from mlx.utils import tree_flatten
 from mlx_lm.models import gemma3_text
@@ -13,7 +15,7 @@ from mlx_lm.utils import _get_classes, load_model
 
 from benchmarks.loading import load_embedding
 from gateway.engine.device import Device
-from gateway.engine.embedding.decoder import BothWays
+from gateway.engine.embedding.decoder import BothWays, Decoder
 from gateway.engine.embedding.engine import EmbeddingEngine
 from gateway.errors import ModelLoadFailed
 from tests.engine.embedding.harness import GOLDEN, TEXTS, read_weights, rewrite, tiny, write_weights
@@ -53,7 +55,7 @@ def test_the_first_token_sees_the_last_only_where_tokens_look_ahead(
     named: Any = tree_flatten(whole(arguments.from_dict(config)).parameters())
     write_weights(folder, {n.removeprefix("model."): a for n, a in named})
     for is_causal in (True, False):
-        rewrite(folder / "config.json", model_type=kind, is_causal=is_causal)
+        rewrite(folder / "config.json", model_type=kind, is_causal=is_causal, architectures=None)
         engine = load_embedding(folder, name="tiny", device=Device.CPU, pooling="cls")
         one, other = engine.embed([[5, 6, 7], [5, 6, 8, 9]])
         assert np.array_equal(one, other) == is_causal
@@ -74,6 +76,7 @@ def test_a_token_sees_half_a_window_to_either_side_but_no_padding() -> None:
     assert np.array_equal(np.array(everything)[:, 0, 0], np.array(mask))
 
 
+UNNAMED: dict[str, Any] = {"architectures": None}
 # Windows begin at a layer, in transformers at the 29th.
 SLIDING: dict[str, Any] = {"use_sliding_window": True, "max_window_layers": 1, "layer_types": None}
 
@@ -83,9 +86,12 @@ SLIDING: dict[str, Any] = {"use_sliding_window": True, "max_window_layers": 1, "
     [
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention True"),
         ({"bidirectional": True}, "bidirectional True"),
-        ({"is_causal": False, "model_type": "olmo2"}, "is_causal False.*`olmo2`"),
+        ({"is_causal": False, "model_type": "olmo2", **UNNAMED}, "is_causal False.*`olmo2`"),
         ({"is_causal": False, "sliding_window": 8, **SLIDING}, "sliding windows"),
-        ({"is_causal": False, "model_type": "mistral", "sliding_window": 8}, "sliding windows"),
+        (
+            {"is_causal": False, "sliding_window": 8, "model_type": "mistral", **UNNAMED},
+            "sliding windows",
+        ),
         ({"is_causal": False, "layer_types": 3}, "config.json has an invalid value"),
         ({"hidden_act": "mish"}, "hidden_act `mish`"),
         ({"num_hidden_layers": 10_000_000}, "num_hidden_layers"),
@@ -101,6 +107,69 @@ def test_a_decoder_whose_vectors_would_be_wrong_is_refused(
     rewrite(folder / "config.json", **changes)
     with pytest.raises(ModelLoadFailed, match=named):
         load(folder)
+
+
+REMOTE = {"AutoModel": "modeling_lfm2_bidirectional.Lfm2BidirectionalModel"}
+VISION: dict[str, Any] = {
+    "model_type": "qwen3_vl",
+    "vocab_size": None,
+    "text_config": {"vocab_size": 320},
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        # jina-embeddings-v5, of its own name, with adapters, and as a Qwen3 with adapters
+        ({"model_type": "jina_embeddings_v5"}, "`jina_embeddings_v5`, is not supported"),
+        ({"architectures": ["JinaEmbeddingsV5Model"]}, "JinaEmbeddingsV5Model, is not .* `qwen3`"),
+        ({"task_names": ["retrieval", "clustering"]}, "with adapters for clustering, retrieval"),
+        # Nemotron-3-Embed, and its older name
+        (
+            {"model_type": "ministral3", "architectures": ["Ministral3Model"], "is_causal": False},
+            "is_causal False is not supported for `ministral3`",
+        ),
+        ({"model_type": "ministral3_bidirec"}, "`ministral3_bidirec`, is not supported"),
+        # LFM2.5-Embedding, whose model_type is a causal model's
+        (
+            {"model_type": "lfm2", "architectures": ["Lfm2BidirectionalModel"]},
+            "Lfm2BidirectionalModel, is not served as a `lfm2`",
+        ),
+        (
+            {"model_type": "lfm2", "architectures": None, "auto_map": REMOTE},
+            "Lfm2BidirectionalModel, is not served as a `lfm2`",
+        ),
+        ({"model_type": "lfm2_bidirectional"}, "`lfm2_bidirectional`, is not supported"),
+        # Qwen3-VL-Embedding
+        (
+            {**VISION, "architectures": ["Qwen3VLModel"]},
+            "its architecture, Qwen3VLModel, is not served as a `qwen3_vl`",
+        ),
+        (
+            {**VISION, "architectures": ["Qwen3VLForConditionalGeneration"]},
+            "its architecture, Qwen3VLForConditionalGeneration, is not served",
+        ),
+        ({"architectures": ["LlamaBidirectionalModel"], "model_type": "llama"}, "LlamaBidirect"),
+        ({"architectures": 3}, "config.json has an invalid value"),
+        ({"auto_map": ["x"]}, "config.json has an invalid value"),
+    ],
+)
+def test_a_model_that_is_more_than_its_decoder_is_refused_by_name(
+    tmp_path: Path, changes: dict[str, Any], named: str
+) -> None:
+    """Its vectors would be plausible and wrong."""
+    folder = tiny(tmp_path, "qwen3")
+    rewrite(folder / "config.json", **changes)
+    with pytest.raises(ModelLoadFailed, match=named):
+        load(folder)
+
+
+def test_a_plain_decoder_is_served_by_any_name_of_its_own(tmp_path: Path) -> None:
+    folder = tiny(tmp_path, "qwen3")
+    for names in (["Qwen3ForCausalLM"], ["Qwen3Model"], None, ["OtherForCausalLM"]):
+        remote = {"AutoModel": "modeling_qwen.Qwen3Model"}
+        rewrite(folder / "config.json", architectures=names, auto_map=remote)
+        assert load(folder).dimensions == 32
 
 
 def test_texts_end_at_a_window_that_mlx_lms_class_ignores(tmp_path: Path) -> None:
@@ -191,6 +260,7 @@ def test_a_quantized_decoder_is_float32_on_the_cpu(tmp_path: Path) -> None:
     assert cosine.item() > 0.999
     kept = load(folder, Device.METAL)
     assert kept.nbytes() < engine.nbytes() / 2
+    assert kept.token_s > 0, "packed numbers count as numbers"
     assert np.abs(kept.embed([[5, 6, 7]]) - engine.embed([[5, 6, 7]])).max() < 1e-3
 
 
@@ -199,6 +269,7 @@ def test_a_gemma3_saved_without_its_head_is_loaded(tmp_path: Path) -> None:
     folder = tiny(tmp_path, "qwen3")
     config = {
         "model_type": "gemma3_text",
+        "architectures": ["Gemma3TextModel"],
         "hidden_size": 32,
         "intermediate_size": 48,
         "num_hidden_layers": 2,
@@ -218,3 +289,64 @@ def test_a_gemma3_saved_without_its_head_is_loaded(tmp_path: Path) -> None:
     vectors = load(folder).embed([[5, 6, 7], [8, 9]])
     assert vectors.shape == (2, 32)
     assert np.isfinite(vectors).all()
+
+
+@pytest.mark.parametrize("name", ["qwen3", "eurobert", "embeddinggemma"])
+def test_layers_taken_out_of_a_forward_give_its_bits(name: str) -> None:
+    engine = load(GOLDEN / name)
+    rows = [engine.truncate(ids) for ids in engine.encode(TEXTS[:6])]
+    by_layer = engine.embed(rows)
+    encoder: Any = engine._encoder
+    assert encoder._is_chain
+    encoder._is_chain = False
+    assert np.array_equal(by_layer, engine.embed(rows))
+
+
+class _States(Module):
+    """A decoder of two linear layers, which does something else between or beside them."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.kind = kind
+        self.layers = [Linear(4, 4), Linear(4, 4)]
+
+    def __call__(self, tokens: mx.array) -> mx.array:
+        state = mx.zeros((*tokens.shape, 4))
+        if self.kind == "skips":
+            return self.layers[1](state)
+        if self.kind == "unpacks":
+            state, _ = self.layers[0](state)
+        for layer in self.layers:
+            state = layer(state)
+            if self.kind == "doubles":
+                state = state * 2
+        return state
+
+
+class _Lent(Module):
+    """A decoder whose layers are another module's."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.inner = _States("plain")
+
+    @property
+    def layers(self) -> list[Any]:
+        return self.inner.layers
+
+    def __call__(self, tokens: mx.array) -> mx.array:
+        return self.inner(tokens)
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_chain"),
+    [("plain", True), ("doubles", False), ("skips", False), ("unpacks", False), ("lends", False)],
+)
+def test_a_forward_that_is_no_chain_of_layers_runs_whole(kind: str, is_chain: bool) -> None:
+    decoder: Any = object.__new__(Decoder)
+    decoder._states, decoder._looks_ahead, decoder._rounding = _States(kind), False, None
+    states = _Lent() if kind == "lends" else decoder._states
+    decoder._states, keys, layers = states, [*states], states.layers
+    assert decoder._calls_in_a_chain() == is_chain
+    assert states.layers is layers
+    assert [*states] == keys

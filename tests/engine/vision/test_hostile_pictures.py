@@ -6,7 +6,6 @@ The files are made here: bombs, files that are cut, other formats, headers that 
 import random
 import resource
 import sys
-import time
 import zlib
 from collections.abc import Callable
 from functools import cache
@@ -50,8 +49,13 @@ SIDE: Final = "a side may have 16,384"
 SMALL: Final = "a side has 4 at least"
 THIN: Final = "200 times"
 KINDS: Final = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
-TEXT_BOMB: Final = zlib.compress(bytes(200 << 20), 9)
+HEADER: Final = 48  # bytes, before those of any pixel
 GROWN: Final = 60 << 20  # bytes, the most that this process may grow by
+
+
+@cache
+def text_bomb() -> bytes:
+    return zlib.compress(bytes(200 << 20), 9)
 
 
 @cache
@@ -123,9 +127,12 @@ REFUSED: Final[dict[str, tuple[Callable[[], bytes], str]]] = {
     "PNG of 3 bits": (lambda: png(16, 16, zeros(16, 16), depth=3), BROKEN),
     "PNG of no rows": (lambda: png(64, 64), CUT),
     "PNG of broken rows": (lambda: png(64, 64, b"\x78\x9c" + b"\xff" * 90), BROKEN),
-    "PNG with a text bomb": (lambda: plain_png(more=chunk(b"zTXt", b"a\0\0" + TEXT_BOMB)), BROKEN),
+    "PNG with a text bomb": (
+        lambda: plain_png(more=chunk(b"zTXt", b"a\0\0" + text_bomb())),
+        BROKEN,
+    ),
     "PNG with a profile bomb": (
-        lambda: plain_png(more=chunk(b"iCCP", b"a\0\0" + TEXT_BOMB)),
+        lambda: plain_png(more=chunk(b"iCCP", b"a\0\0" + text_bomb())),
         BROKEN,
     ),
     "PNG with a chunk of 2 GB": (lambda: plain_png()[:33] + b"\x7f\xff\xff\xffzTXta\0\0", CUT),
@@ -199,12 +206,9 @@ def test_it_is_decoded(box: Sandbox, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["PNG of 900 million pixels", "WEBP of 16,383 a side"])
 def test_a_bomb_is_refused_by_its_header(box: Sandbox, name: str) -> None:
-    data = REFUSED[name][0]()
-    read(box, real("PNG"))
-    began = time.perf_counter()
+    header = REFUSED[name][0]()[:HEADER]
     with pytest.raises(BadRequest, match=LARGE):
-        measure(box, data, PLACE)
-    assert time.perf_counter() - began < 1, "it takes some milliseconds"
+        measure(box, header, PLACE)
 
 
 def test_a_file_that_takes_too_long_is_not_tried_again() -> None:

@@ -1,4 +1,4 @@
-"""Hundreds of requests with and without images at once, each answered as it is alone."""
+"""A hundred requests with and without images at once, each answered as it is alone."""
 
 import random
 from dataclasses import dataclass, field
@@ -27,7 +27,7 @@ from tests.engine.vision.harness import (
 )
 
 SEEDS = {"qwen3_5": 2, "qwen3_vl": 1}
-REQUESTS = 200
+REQUESTS = 100
 MOST_ROWS = 8
 IMAGES = (CAT, DOG, COW, TALL, WIDE, LARGE)
 BEGINNINGS = ("You are a guide to animals, and you are brief. " * 3, "Look: ", "")
@@ -157,7 +157,7 @@ def check(folder: Path, cold: GenerationEngine, seed: int) -> None:
 
 
 @pytest.mark.slow
-def test_no_answer_of_hundreds_is_that_of_another_image(
+def test_no_answer_of_a_hundred_is_that_of_another_image(
     folder: Path, cold: GenerationEngine
 ) -> None:
     """The soak below makes thousands."""

@@ -12,6 +12,7 @@ from gateway.serving.embedding.batcher import EmbeddingBatcher
 from gateway.serving.embedding.policy import EmbeddingLimits
 from gateway.serving.embedding.reranker import RerankBatcher
 from gateway.serving.lane import Lane
+from gateway.serving.ports import EmbeddingEngine
 from gateway.serving.tokenize import ThreadPools
 from tests.fakes import ScriptedEmbedder, ScriptedReranker, embed_job
 
@@ -20,7 +21,7 @@ LIMITS = EmbeddingLimits(max_batch_size=32, max_batch_tokens=1000, batch_window_
 
 @asynccontextmanager
 async def batching(
-    engine: ScriptedEmbedder,
+    engine: EmbeddingEngine,
     arrivals: Arrivals | None = None,
     lane: Lane | None = None,
     **limits: Any,

@@ -1,8 +1,9 @@
 """The embedding batcher: how requests share a pass, the refusals, and the cost of a failure."""
 
 import asyncio
+import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Generator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,11 +18,12 @@ from gateway.errors import (
     EngineFailed,
     GatewayError,
     Overloaded,
+    Unavailable,
 )
 from gateway.jobs import TokenIds, Vectors
-from gateway.jobs.embed import EmbedJob
+from gateway.jobs.embed import EmbedJob, Output, TextOutputs
 from gateway.serving.admission import Arrivals
-from gateway.serving.lane import START_TOKENS, Lane
+from gateway.serving.lane import LEAST_TOKENS, START_TOKENS, Lane
 from tests.fakes import ScriptedEmbedder, caller, embed_job
 from tests.serving.embedding.harness import asking, batching, held
 from tests.waiting import until
@@ -70,7 +72,7 @@ async def test_a_request_alone_waits_for_nobody() -> None:
     counted = metrics.FAST_PATH.labels("m")._value.get()
     engine = ScriptedEmbedder()
     async with batching(engine, batch_window_s=600, batch_deadline_s=600) as batcher:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             for _ in range(3):
                 await batcher.embed(embed_job("a"))
     assert metrics.FAST_PATH.labels("m")._value.get() == counted + 3
@@ -80,7 +82,7 @@ async def test_one_who_never_arrives_is_waited_for_no_longer_than_the_window() -
     engine, arrivals = ScriptedEmbedder(), Arrivals()
     async with batching(engine, arrivals) as batcher:
         with arrivals.expect():
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(60):
                 await batcher.embed(embed_job("a"))
                 await batcher.embed(embed_job("a"))
 
@@ -197,7 +199,7 @@ class ShortEmbedder(ScriptedEmbedder):
 
 async def test_an_engine_that_answers_short_fails_its_batch_and_nothing_after_it() -> None:
     engine = ShortEmbedder()
-    async with batching(engine) as batcher, asyncio.timeout(5):
+    async with batching(engine) as batcher, asyncio.timeout(60):
         answers = await asyncio.gather(
             *(batcher.embed(embed_job(text)) for text in ("a", "bb")), return_exceptions=True
         )
@@ -313,3 +315,115 @@ async def test_a_batch_that_would_take_long_is_cut_and_others_have_the_lane_betw
     assert all(len(rows) * max(rows) <= 2 * START_TOKENS for rows in engine.batches)
     between = {f"after {done}" for done in range(1, len(engine.batches))}
     assert between <= set(order), "decoding had its turn between any two passes"
+
+
+SLOW: dict[str, Any] = {
+    "token_s": 1.0,
+    "steps": 5,
+}  # a row of more than 32 tokens is computed in steps
+LONG = "a" * 40
+
+
+async def test_a_row_that_takes_long_gives_the_lane_back_between_its_steps() -> None:
+    engine, seen = ScriptedEmbedder(**SLOW), set[int]()
+    async with Lane() as lane, batching(engine, lane=lane, pass_limit_s=1e-9) as batcher:
+        asked = await held(batcher, engine, LONG)
+        beside = asyncio.create_task(look(lane, engine, seen))
+        await asyncio.sleep(0)
+        engine.gate.open()
+        embedded = await asked
+        beside.cancel()
+        await asyncio.wait([beside])
+    assert embedded.vectors.tolist() == [[40, ord("a"), 0, 1]]
+    assert {1, 2, 3, 4} <= seen, "another had its turn after each step"
+    assert engine.stepped == [0, 1, 2, 3, 4]
+    assert engine.batches == [[40]]
+    assert engine.freed_on == "lane"
+
+
+async def look(lane: Lane, engine: ScriptedEmbedder, seen: set[int]) -> None:
+    """Have turns of another kind, and note how many steps were made before each."""
+    while True:
+        async with lane.turn("decode"):
+            seen.add(len(engine.stepped))
+        await asyncio.sleep(0)
+
+
+async def test_steps_within_the_limit_share_a_turn() -> None:
+    engine, seen = ScriptedEmbedder(**SLOW), set[int]()
+    async with Lane() as lane, batching(engine, lane=lane, pass_limit_s=30) as batcher:
+        asked = await held(batcher, engine, LONG)
+        beside = asyncio.create_task(look(lane, engine, seen))
+        await asyncio.sleep(0)
+        engine.gate.open()
+        await asked
+        beside.cancel()
+        await asyncio.wait([beside])
+    assert seen <= {5}
+
+
+async def test_a_client_who_leaves_ends_its_row_between_two_steps() -> None:
+    """What the row took is freed on the lane, and the pace keeps what was measured before."""
+    engine = ScriptedEmbedder(**SLOW)
+    async with Lane() as lane, batching(engine, lane=lane, pass_limit_s=1e-9) as batcher:
+        asked = await held(batcher, engine, LONG)
+        asked.cancel()
+        await asyncio.wait([asked])
+        engine.gate.open()
+        assert (await batcher.embed(embed_job("b"))).vectors[0][1] == ord("b")
+        assert batcher._pace.tokens <= 4 * LEAST_TOKENS
+    assert engine.stepped == [0]
+    assert engine.freed_on == "lane"
+
+
+class FailsLate(ScriptedEmbedder):
+    """Fails in a long row's last step."""
+
+    def in_steps(
+        self, rows: Sequence[TokenIds], outputs: Collection[Output]
+    ) -> Generator[list[TextOutputs] | None]:
+        yield from itertools.islice(super().in_steps(rows, outputs), self.steps)
+        raise RuntimeError("poisoned")
+
+
+async def test_a_step_that_fails_fails_its_row_alone() -> None:
+    engine = FailsLate(**SLOW)
+    async with batching(engine, pass_limit_s=1e-9) as batcher:
+        asked = await held(batcher, engine, LONG)
+        other = asking(batcher, "b")
+        engine.gate.open()
+        with pytest.raises(EngineFailed):
+            await asked
+        assert (await other).vectors[0][1] == ord("b")
+
+
+async def test_a_model_that_goes_while_a_row_waits_for_the_lane_tells_who_asked() -> None:
+    engine, lane = ScriptedEmbedder(**SLOW), Lane()
+    async with lane:
+        async with batching(engine, lane=lane, pass_limit_s=1e-9) as batcher:
+            asked = await held(batcher, engine, LONG)
+            entered, leaving = asyncio.Event(), asyncio.Event()
+
+            async def keep() -> None:
+                async with lane.turn("decode"):
+                    entered.set()
+                    await leaving.wait()
+
+            keeping = asyncio.create_task(keep())
+            await asyncio.sleep(0)
+            engine.gate.open()
+            await entered.wait()
+        with pytest.raises(Unavailable, match="unloaded"):
+            await asked
+        assert engine.freed_on == "lane"
+        leaving.set()
+        await keeping
+        async with lane.turn("decode"):
+            pass
+
+
+async def test_a_models_first_pass_is_sized_by_an_estimate() -> None:
+    engine = ScriptedEmbedder(token_s=0.005)
+    async with batching(engine, pass_limit_s=0.25) as batcher:
+        await batcher.embed(embed_job(*(chr(ord("a") + n) * 10 for n in range(20))))
+    assert engine.batches[0] == [10] * 5

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.serving.embedding.batcher import EmbeddingCache, TextVector
+from gateway.jobs.embed import TextOutputs
+from gateway.serving.embedding.batcher import EmbeddedText, EmbeddingCache
 from gateway.serving.embedding.policy import (
     EmbeddingLimits,
     Windows,
@@ -102,7 +103,8 @@ def test_the_cache_keeps_no_text() -> None:
     cache = EmbeddingCache("m", 2)
     text = "a" * 1000
     holders = sys.getrefcount(text)
-    vector = TextVector(np.ones(2, np.float32), tokens=1, is_truncated=False)
+    dense = TextOutputs(dense=np.ones(2, np.float32))
+    vector = EmbeddedText(dense, tokens=1, is_truncated=False)
     cache.put(text, "", vector)
     assert sys.getrefcount(text) == holders
     assert cache.get("a" * 1000, "", truncate=False) is not None

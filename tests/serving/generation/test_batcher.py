@@ -300,7 +300,7 @@ async def test_a_worker_that_breaks_tells_those_inside_and_works_on(
         if errors:
             raise errors.pop()
 
-    async with batching(ScriptedChat()) as batcher, asyncio.timeout(5):
+    async with batching(ScriptedChat()) as batcher, asyncio.timeout(60):
         monkeypatch.setattr(batcher, "note_batching", stumble)
         with pytest.raises(EngineFailed, match="a bug of ours"):
             await asking(batcher, "first")

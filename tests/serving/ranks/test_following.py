@@ -99,7 +99,7 @@ def connected() -> Iterator[Ranks]:
     yield ranks
     leader.close()
     if ranks.thread is not None:
-        ranks.thread.join(10)
+        ranks.thread.join(60)
         assert not ranks.thread.is_alive()
 
 
@@ -123,7 +123,7 @@ def test_the_other_rank_makes_every_call(ranks: Ranks) -> None:
     engine.close()
     ranks.leader.close()
     assert ranks.thread
-    ranks.thread.join(10)
+    ranks.thread.join(60)
     assert other.is_closed
     assert ranks.statuses == []
 
@@ -230,7 +230,7 @@ def test_a_rank_that_is_told_to_stop_asks_rank_0(ranks: Ranks) -> None:
     asked = threading.Event()
     ranks.leader.on_stop = asked.set
     ranks.follower.ask_to_stop()
-    assert asked.wait(10)
+    assert asked.wait(60)
     assert ranks.leader.lost is None
 
 
@@ -247,7 +247,7 @@ def waited_for(strangers: int) -> Iterator[list[socket.socket]]:
         thread.start()
         yield [stack.enter_context(socket.create_connection(address)) for _ in range(strangers)]
         follower = Follower.connect(invitation, 1, lambda _: None)
-        thread.join(10)
+        thread.join(60)
         [leader] = joined
         leader.close()
         assert follower.next_frame(10) == b""
@@ -280,7 +280,7 @@ def test_strangers_that_never_end_what_they_say_hold_up_no_rank() -> None:
         dribbling = threading.Thread(target=dribble, args=(links[0],), daemon=True)
         dribbling.start()
     is_over.set()
-    dribbling.join(10)
+    dribbling.join(60)
 
 
 def test_ranks_that_do_not_connect_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
