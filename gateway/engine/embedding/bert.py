@@ -4,21 +4,19 @@ Source: transformers, models/bert/modeling_bert.py.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Final
 
 import mlx.core as mx
-import numpy as np
 
 from gateway.engine.device import Device, clear_cache, cpu_threads, pick_dtype
 from gateway.engine.embedding.packed import (
     Kernels,
     NormInPlace,
     PackedLayer,
+    PackedLayers,
     find_kernels,
     pack_dense,
-    run_layers,
 )
 from gateway.engine.models.checkpoint import (
     Checkpoint,
@@ -165,8 +163,8 @@ def pack_layer(layer: BertLayer, kernels: Kernels) -> PackedLayer:
     return PackedLayer(qkv, attention_out, attention_norm, up, down, norm, layer.heads)
 
 
-# Tokens times layers that a worker computes at once, as a wait for it takes some 0.1 ms.
-WORTH_A_WAIT: Final = 256
+# On more threads, OpenBLAS computes one short text faster than packed layers, which do it on one.
+MOST_THREADS: Final = 2
 POSITIONS: Final = "embeddings.position_embeddings.weight"
 TYPES: Final = "embeddings.token_type_embeddings.weight"
 # Ignored weights: buffers, and the heads of task models.
@@ -328,11 +326,10 @@ class Bert:
             for prefix in (f"encoder.layer.{index}." for index in range(config.layers))
         ]
         is_plain = config.activation == "gelu" and rotate is None and not config.is_gated
-        is_packed = device is Device.CPU and weights_dtype == mx.float32 and is_plain
+        is_here = device is Device.CPU and cpu_threads() <= MOST_THREADS
+        is_packed = is_here and is_plain and weights_dtype == mx.float32
         self._kernels = find_kernels() if is_packed else None
-        self._packed: list[PackedLayer] = []  # all layers, or none
-        # Its threads start with the first pass, and end when the model is gone.
-        self._workers = ThreadPoolExecutor(cpu_threads())
+        self._packed = PackedLayers(cpu_threads())  # all layers, or none
 
     def __call__(
         self, tokens: mx.array, mask: mx.array | None, types: mx.array | None = None
@@ -347,35 +344,23 @@ class Bert:
             x = x + types[..., None].astype(self._dtype) * self._second
         x = self._norm(x.reshape(rows * length, self.dimensions))
         yield x.reshape(shape)
-        if self._packed:
-            yield from (state.reshape(shape) for state in self._run_packed(x, bias, rows))
+        if self._packed.layers:
+            yield from (state.reshape(shape) for state in self._packed(x, bias, rows))
             return
         for layer in self._layers:
             x = layer(x, bias, rows)
             yield x.reshape(shape)
 
-    def _run_packed(self, x: mx.array, bias: mx.array | None, rows: int) -> Iterator[mx.array]:
-        """Run the layers on workers; yield x for each layer, so that other passes go on."""
-        hidden, scores = np.array(x), None if bias is None else np.array(bias)
-        count = max(1, WORTH_A_WAIT // len(hidden))
-        for first in range(0, len(self._packed), count):
-            layers = self._packed[first : first + count]
-            running = self._workers.submit(run_layers, layers, hidden, scores, rows)
-            for _ in layers:
-                yield x
-            running.result()
-        yield mx.array(hidden)
-
     def pack_in_steps(self) -> Iterator[None]:
         """Pack the weights, one layer per step, if there are kernels. Must run on the lane."""
         while self._kernels is not None and self._layers:
-            self._packed.append(pack_layer(self._layers.pop(0), self._kernels))
+            self._packed.layers.append(pack_layer(self._layers.pop(0), self._kernels))
             clear_cache()  # frees the weights that were packed
             yield
 
     def parameters(self) -> list[mx.array]:
-        parts = [self.words, self._positions, self._second, self._norm, self._layers, self._packed]
-        return arrays_of(parts)
+        parts = [self.words, self._positions, self._second, self._norm]
+        return arrays_of([*parts, *self._layers, *self._packed.layers])
 
     def _position_vectors(self, tokens: mx.array) -> mx.array:
         return self._positions[: tokens.shape[1]]
