@@ -160,7 +160,9 @@ def pack_layer(layer: BertLayer, kernels: Kernels) -> PackedLayer:
         NormInPlace(each.weight, each.bias, each.epsilon)
         for each in (layer.attention_norm, layer.norm)
     )
-    return PackedLayer(qkv, attention_out, attention_norm, up, down, norm, layer.heads)
+    packed = PackedLayer(qkv, attention_out, attention_norm, up, down, norm, layer.heads)
+    mx.eval(arrays_of(packed))  # the threads that read them cannot compute them
+    return packed
 
 
 # On more threads, OpenBLAS computes one short text faster than packed layers, which do it on one.

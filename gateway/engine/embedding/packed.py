@@ -9,7 +9,7 @@ from ctypes import c_float, c_int, c_long, c_void_p
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Final
 
 import mlx.core as mx
@@ -35,11 +35,12 @@ _OF_SGEMM: Final = (*(c_int,) * 6, c_float, *(c_void_p, c_int) * 2, c_float, c_v
 BLOCK: Final = 384
 # Multiply-adds of a product for which numpy's OpenBLAS wakes no other thread.
 ON_ONE_THREAD: Final = 1 << 18
-QUERY_BLOCK: Final = 128
+# Scores that are computed at once, which stay in the second cache.
+SCORES: Final = 1 << 18
 # Tokens times layers that a thread computes at once, as a wait for it takes some 0.1 ms.
 WORTH_A_WAIT: Final = 256
-# Tokens of a row that is divided between the threads.
-SHARED: Final = 64
+# Multiply-adds of a layer for one row, from which on threads divide the row's tokens.
+WORTH_SHARING: Final = 200_000_000
 GELU_BLOCK: Final = 1 << 15
 
 
@@ -51,8 +52,8 @@ def find_kernels() -> Kernels | None:
     if OPENBLAS is None or BLAS.kind != "wheel" or core is None:
         return None
     names = [f"mlx_gateway_sgemm_{part}_{core}" for part in ("incopy", "oncopy", "kernel")]
-    is_pinned = metadata.version("scipy-openblas32") == _WHEEL
-    if not is_pinned or not all(hasattr(OPENBLAS, name) for name in names):
+    wheels = [wheel.version for wheel in metadata.distributions(name="scipy-openblas32")]
+    if wheels != [_WHEEL] or not all(hasattr(OPENBLAS, name) for name in names):
         return None
     pack_weight, pack_rows, add_product = (getattr(OPENBLAS, name) for name in names)
     pack_weight.argtypes = pack_rows.argtypes = _COPIED
@@ -62,7 +63,7 @@ def find_kernels() -> Kernels | None:
 
 
 def are_right(kernels: Kernels) -> bool:
-    """Compare products with numpy's. Must run on the lane."""
+    """Compare their products with numpy's. Must run on the lane."""
     draw = np.random.default_rng(0)
     for rows, inputs, outputs in ((1, 3, 5), (17, 390, 401), (64, 64, 64)):
         x = draw.standard_normal((rows, inputs), np.float32)
@@ -72,11 +73,6 @@ def are_right(kernels: Kernels) -> bool:
         if not np.allclose(sums, 1 + x @ weight.T, atol=1e-5 * inputs):
             return False
     return True
-
-
-def line_start(numbers: Floats) -> int:
-    """Return the index of the first number that begins a cache line, 15 at most."""
-    return -(numbers.ctypes.data // 4) % 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +105,7 @@ def pack_dense(matrix: mx.array, bias: mx.array | None, kernels: Kernels) -> Pac
     weight = np.ascontiguousarray(np.asarray(matrix.T))
     outputs, inputs = weight.shape
     packed = mx.zeros((weight.size + 15,))
-    start = line_start(np.asarray(packed))
+    start = -(np.asarray(packed).ctypes.data // 4) % 16  # begins a cache line
     packed = packed[start : start + weight.size]  # shares the memory
     mx.eval(packed)
     at, blocks = np.asarray(packed).ctypes.data, []
@@ -122,7 +118,6 @@ def pack_dense(matrix: mx.array, bias: mx.array | None, kernels: Kernels) -> Pac
             blocks.append((first, depth, output, count, at))
             at += 4 * depth * count
     bias = mx.zeros((outputs,)) if bias is None else bias
-    mx.eval(bias)
     return PackedDense(packed, bias, inputs, blocks, kernels)
 
 
@@ -154,6 +149,10 @@ class PackedLayer:
     down: PackedDense
     norm: NormInPlace
     heads: int
+
+    @property
+    def weights(self) -> int:
+        return sum(each.weight.size for each in (self.qkv, self.attention_out, self.up, self.down))
 
     def zeros(self, x: Floats) -> Floats:
         return np.zeros((len(x), 3 * x.shape[1]), np.float32)
@@ -196,7 +195,7 @@ class PackedLayers:
     def __call__(self, x: mx.array, bias: mx.array | None, rows: int) -> Iterator[mx.array]:
         """Map (rows * tokens, dimensions); yield x for each layer before, so that passes go on."""
         hidden, scores = np.array(x), None if bias is None else np.array(bias)
-        if rows == 1 and len(hidden) >= SHARED:
+        if rows == 1 and len(hidden) * self.layers[0].weights >= WORTH_SHARING:
             for layer in self.layers:
                 self._share(layer, hidden, scores)
                 yield x
@@ -236,24 +235,26 @@ def attend(q: Floats, k: Floats, v: Floats, bias: Floats | None, mixed: Floats) 
         weights = soften(np.matmul(q, k.swapaxes(-1, -2)), bias)
         np.matmul(weights, v, out=mixed)
         return
-    for row, head in np.ndindex(rows, heads):
-        scores = None if bias is None else bias[row, 0]
-        for first in range(0, queries, QUERY_BLOCK):
-            block = slice(first, first + QUERY_BLOCK)
-            weights = np.empty((len(q[row, head, block]), tokens), np.float32)
-            multiply(q[row, head, block], k[row, head].T, weights)
-            multiply(soften(weights, scores), v[row, head], mixed[row, head, block])
+    count = max(16, SCORES // (heads * tokens))
+    for row, first in product(range(rows), range(0, queries, count)):
+        block = slice(first, first + count)
+        weights = np.empty((heads, len(q[row, 0, block]), tokens), np.float32)
+        for head in range(heads):
+            multiply(q[row, head, block], k[row, head].T, weights[head])
+        soften(weights, None if bias is None else bias[row])
+        for head in range(heads):
+            multiply(weights[head], v[row, head], mixed[row, head, block])
 
 
-def multiply(a: Floats, b: Floats, product: Floats) -> None:
-    """Write a @ b by mlx's OpenBLAS, since the threads of numpy's would compete with ours."""
+def multiply(a: Floats, b: Floats, c: Floats) -> None:
+    """Write a @ b to `c` by mlx's OpenBLAS: numpy's would wake its own threads."""
     assert OPENBLAS is not None
     transposed = 112 if b.strides[0] == 4 else 111
     shape = (*a.shape, b.shape[1])
-    leading = [max(array.strides) // 4 for array in (a, b, product)]
+    leading = [max(array.strides) // 4 for array in (a, b, c)]
     OPENBLAS.cblas_sgemm(
         *(101, 111, transposed, shape[0], shape[2], shape[1], 1.0, a.ctypes.data, leading[0]),
-        *(b.ctypes.data, leading[1], 0.0, product.ctypes.data, leading[2]),
+        *(b.ctypes.data, leading[1], 0.0, c.ctypes.data, leading[2]),
     )
 
 
