@@ -151,7 +151,7 @@ BUDGET: dict[str, int] = {
     "cli": 2285,
     "clock": 42,
     "doctor": 527,
-    "engine": 17216,
+    "engine": 17215,
     "errors": 269,
     "ids": 6,
     "jobs": 370,

@@ -64,10 +64,9 @@ def find_kernels() -> Kernels | None:
 
 def are_right(kernels: Kernels) -> bool:
     """Compare their products with numpy's. Must run on the lane."""
-    draw = np.random.default_rng(0)
+    draw = np.random.default_rng(0).standard_normal
     for rows, inputs, outputs in ((1, 3, 5), (17, 390, 401), (64, 64, 64)):
-        x = draw.standard_normal((rows, inputs), np.float32)
-        weight = draw.standard_normal((outputs, inputs), np.float32)
+        x, weight = (draw((count, inputs), np.float32) for count in (rows, outputs))
         sums = np.ones((rows, outputs), np.float32)
         pack_dense(mx.array(weight).T, None, kernels)(x, sums)
         if not np.allclose(sums, 1 + x @ weight.T, atol=1e-5 * inputs):
@@ -92,11 +91,11 @@ class PackedDense:
         sums += np.asarray(self.bias)
         packed = np.empty(len(x) * min(BLOCK, self.inputs), np.float32)
         begin, at, end = x.ctypes.data, packed.ctypes.data, sums.ctypes.data
+        width = sums.shape[1]
         for first, depth, output, count, weight in self.blocks:
             if output == 0:
                 pack_rows(depth, len(x), begin + 4 * first, self.inputs, at)
-            whole = sums.shape[1]
-            add_product(count, len(x), depth, 1.0, weight, at, end + 4 * output, whole)
+            add_product(count, len(x), depth, 1.0, weight, at, end + 4 * output, width)
         return sums
 
 
@@ -213,7 +212,7 @@ class PackedLayers:
     def _share(self, layer: PackedLayer, x: Floats, bias: Floats | None) -> None:
         """Let each thread compute some of one row's tokens."""
         qkv = layer.zeros(x)
-        edges = [len(x) * index // self._threads for index in range(self._threads + 1)]
+        edges = np.linspace(0, len(x), self._threads + 1, dtype=int)
         parts = [slice(*pair) for pair in pairwise(edges)]
         with single_threaded_blas():
             list(self._workers.map(lambda part: layer.project(x[part], qkv[part]), parts))

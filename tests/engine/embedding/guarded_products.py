@@ -10,6 +10,7 @@ from dataclasses import replace
 from math import prod
 
 import numpy as np
+import pytest
 
 from gateway.engine.blas import BLAS
 from gateway.engine.embedding import packed
@@ -70,7 +71,7 @@ class Products:
 
 
 def main(core: str, missing: int) -> None:
-    packed.BLAS = replace(BLAS, config=core)  # type: ignore[misc]
+    pytest.MonkeyPatch().setattr(packed, "BLAS", replace(BLAS, config=core))
     kernels = find_kernels()
     assert kernels is not None
     products, draw = Products(kernels, missing), np.random.default_rng(0)
