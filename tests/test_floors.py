@@ -148,7 +148,7 @@ BUDGET: dict[str, int] = {
     "api": 3093,
     "app": 1636,
     "bench": 306,
-    "cli": 2285,
+    "cli": 2293,
     "clock": 42,
     "doctor": 527,
     "engine": 17215,
@@ -162,7 +162,7 @@ BUDGET: dict[str, int] = {
     "server": 314,
     "serving": 4952,
     "settings": 372,
-    "wire": 4228,
+    "wire": 4233,
 }
 PACKAGES = sorted(file.parent for file in GATEWAY.rglob("__init__.py"))
 # A line of a map: names, two spaces or more, and what they are.

@@ -48,6 +48,11 @@ def test_each_endpoint_is_there_with_its_fields_and_errors(browser: Any, url: st
             assert operation["summary"] in text
             for status, answer in operation["responses"].items():
                 assert f"{status} {answer['description']}" in text
+        commands = page.locator(".endpoint .code code").all_text_contents()
+        assert len(commands) == len(operations)
+        assert f"curl {url}/" in commands
+        assert f"curl {url}/v1/responses/NAME \\\n  -X DELETE" in commands
+        assert not [each for each in commands if "/{" in each]
         chat = page.locator(CHAT)
         names = set(document["components"]["schemas"]["ChatRequest"]["properties"])
         chat.get_by_text("Fields that are refused").click()

@@ -184,7 +184,7 @@ def document(
     served = [endpoint for endpoint in endpoints if endpoint.is_served(exposure)]
     for endpoint in served:
         for path in filter(None, (endpoint.bare_path, endpoint.also)):
-            is_bare = endpoint.is_bare or path == endpoint.also
+            is_bare = endpoint.is_bare or path in ("/", endpoint.also)
             operations = paths.setdefault(template(path), {})
             if is_bare:
                 operations["servers"] = ROOT

@@ -6,7 +6,7 @@ _TABLE needs a test that runs it (compat_tests/agents/test_launch.py).
 
 import json
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -322,11 +322,16 @@ class Offer:
 
 
 def choose(
-    offers: Sequence[Offer], wanted: str | None, tool: Tool, file: Path | None = None
+    offers: Sequence[Offer],
+    wanted: str | None,
+    tool: Tool,
+    file: Path | None = None,
+    known: Container[str] = (),
 ) -> Offer:
     """Return the offer named `wanted` or, without a name, the first one that suits the tool.
 
-    Raises NoModel. `file` is the models file in the message's commands.
+    Raises NoModel. `file` is the models file in the message's commands; `known` has the names that
+    another gateway could serve.
     """
     chats = [offer for offer in offers if offer.kind == "chat"]
     candidates = [offer for offer in chats if wanted in (None, offer.name)]
@@ -341,7 +346,11 @@ def choose(
     shown = [offer for offer in candidates if offer.name in (offer.id, wanted)]
     lines += [f"  {_problem(offer, tool)}" for offer in shown]
     absent = [offer for offer in candidates if offer.context is None]
-    lines += _commands([*absent, *usable, *chats], tool, file)
+    if wanted in known and not candidates:
+        launch = f"  GATEWAY_PORT=0 mlx-gateway launch {tool.command} --model {wanted}"
+        lines += ["Run:", f"{launch}  # on a new gateway"]
+    else:
+        lines += _commands([*absent, *usable, *chats], tool, file)
     raise NoModel("\n".join(lines))
 
 

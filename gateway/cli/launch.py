@@ -142,7 +142,7 @@ def _choose_models(
     else:
         offers = list_offers(url, settings, catalog)
     file = settings.models if "models" in settings.model_fields_set else None
-    large = choose(offers, model, tool, file)
+    large = choose(offers, model, tool, file, known=() if url is None else read_short_names())
     kept = kept_tokens(large.id, catalog, settings) if tool.least_context else None
     if kept is not None and large.context is not None and kept < large.context:
         message = f"{large.name} caches about {kept:,} tokens of a prompt of {large.context:,}"

@@ -327,7 +327,7 @@ class TextsError(GatewayError):
         )
         self.error_type: Literal["Unhealthy", "Backend", "Overloaded", "Validation", "Empty"]
         match error:
-            case Empty():
+            case Empty() | BadRequest(code="array_below_min_length"):
                 self.status, self.error_type = HTTPStatus.BAD_REQUEST, "Empty"
             case Overloaded():
                 self.status, self.error_type = error.status, "Overloaded"

@@ -17,7 +17,7 @@ from pydantic import (
     WrapValidator,
     model_validator,
 )
-from pydantic_core import ErrorDetails
+from pydantic_core import ErrorDetails, PydanticCustomError
 
 from gateway.errors import BadRequest, GatewayError, UnknownParameter, UnsupportedParameter, shorten
 from gateway.errors import Part as ErrorPart
@@ -310,7 +310,9 @@ def _bad_request(errors: Sequence[ErrorDetails]) -> BadRequest:
     if kind == "extra_forbidden":
         return UnknownParameter(f"Unrecognized request argument: {param}", param=param)
     message, code = error["msg"].removeprefix("Value error, "), "invalid_value"
-    if kind in _VALUE_CODES:
+    if kind == "no_items":
+        code = _LENGTH_CODES["too_short"]
+    elif kind in _VALUE_CODES:
         code = f"integer_{_VALUE_CODES[kind]}"
         if any(isinstance(bound, float) for bound in context.values()):
             code = f"decimal_{_VALUE_CODES[kind]}"
@@ -430,10 +432,13 @@ def _read_inputs(value: object, read: ValidatorFunctionWrapHandler) -> list[Any]
         inputs = read(value)
     except ValidationError:
         count = f", and has {len(value)} entries" if isinstance(value, list) else ""
-        raise ValueError(
+        message = (
             f"it should be a string, an array of 1 to {MAX_INPUTS} non-empty strings, an array of "
             f"token ids, or an array of such arrays{count}"
-        ) from None
+        )
+        if value == []:
+            raise PydanticCustomError("no_items", "{message}", {"message": message}) from None
+        raise ValueError(message) from None
     if isinstance(inputs, str) or isinstance(inputs[0], int):
         return [inputs]
     return list(inputs)

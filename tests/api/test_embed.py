@@ -58,7 +58,7 @@ async def test_one_text_is_an_array_of_one(client: AsyncClient) -> None:
 async def test_what_is_wrong_is_told_as_tei_tells_it(client: AsyncClient) -> None:
     for body, status, kind, told in (
         ({}, 422, "Validation", "inputs"),
-        ({"inputs": []}, 422, "Validation", "inputs"),
+        ({"inputs": []}, 400, "Empty", "inputs"),
         ({"inputs": ["a"], "normalize": False}, 422, "Validation", "/v1/embeddings"),
         ({"inputs": ["a"], "truncation_direction": "left"}, 422, "Validation", "at their end"),
         ({"inputs": "a" * 200, "truncate": False}, 422, "Validation", "maximum context length"),

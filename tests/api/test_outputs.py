@@ -187,7 +187,7 @@ async def test_teis_sparse_vectors_are_lists_of_weights(
     ("body", "status", "kind", "told"),
     [
         ({}, 422, "Validation", "inputs"),
-        ({"inputs": []}, 422, "Validation", "inputs"),
+        ({"inputs": []}, 400, "Empty", "inputs"),
         ({"inputs": "a", "truncation_direction": "left"}, 422, "Validation", "at their end"),
         ({"inputs": "a", "dimensions": 3}, 422, "Validation", "dimensions"),
         ({"inputs": "a" * 101}, 422, "Validation", "maximum context length"),

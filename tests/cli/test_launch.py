@@ -27,6 +27,7 @@ from gateway.cli.agents import AGENT_CONTEXT, TOOLS, NoModel, Offer, Service, ch
 from gateway.cli.gateways import NoGateway, started
 from gateway.cli.launch import Signals
 from gateway.registry import Inputs
+from gateway.registry.short_names import read_short_names
 from gateway.settings import Settings
 from tests.checkpoints import write_chat
 from tests.cli.conftest import Inside
@@ -513,6 +514,14 @@ def test_a_model_is_chosen_by_its_context() -> None:
         "  mlx-gateway pull unknown",
         "  mlx-gateway launch claude --model unknown",
     ]
+
+
+def test_a_model_that_another_gateway_could_serve_is_launched_on_a_new_one() -> None:
+    offers = [Offer("right", "right", "chat", AGENT_CONTEXT)]
+    with pytest.raises(NoModel) as refused:
+        choose(offers, "qwen3.5-9b", CLAUDE, known=read_short_names())
+    said = "GATEWAY_PORT=0 mlx-gateway launch claude --model qwen3.5-9b  # on a new gateway"
+    assert str(refused.value).splitlines()[1:] == ["Run:", f"  {said}"]
 
 
 @pytest.mark.parametrize(

@@ -163,6 +163,7 @@ def test_documents_and_texts_are_returned_on_request() -> None:
     ("error", "status", "error_type"),
     [
         (Empty("x"), 400, "Empty"),
+        (BadRequest("x", code="array_below_min_length"), 400, "Empty"),
         (BadRequest("x"), 422, "Validation"),
         (ModelNotFound("x"), 422, "Validation"),
         (BadRequest("x", code="unsupported_model"), 424, "Backend"),

@@ -82,7 +82,8 @@ function keyFor(security) {
 }
 
 function example(method, address, body, needsKey) {
-  const words = [`curl ${address}`, ...(needsKey ? ['-H "Authorization: Bearer $KEY"'] : []), ...(method === "POST" && !body ? ["-X POST"] : [])];
+  const filled = address.replace(/{(\w+)}/g, (_, name) => name.toUpperCase());
+  const words = [`curl ${filled}`, ...(needsKey ? ['-H "Authorization: Bearer $KEY"'] : []), ...(method === (body ? "POST" : "GET") ? [] : [`-X ${method}`])];
   if (body) words.push('-H "Content-Type: application/json"', `-d '${JSON.stringify(body, null, 2).replaceAll("'", "'\\''")}'`);
   const code = make("code", {}, words.join(" \\\n  "));
   return make("div", { class: "code" }, make("div", { class: "head" }, make("span", {}, "sh"), copyButton(() => code.textContent, code, "Copy this command")), make("pre", { tabindex: 0 }, code));
@@ -93,7 +94,7 @@ function* parts(operation, method, address, security) {
   if (operation.description) yield prose(operation.description);
   yield make("p", { class: "quiet" }, keyFor(security));
   const content = operation.requestBody?.content["application/json"];
-  if (["GET", "POST"].includes(method)) yield example(method, address, content?.example, !keyFor(security).startsWith("No"));
+  yield example(method, address, content?.example, !keyFor(security).startsWith("No"));
   const given = Object.fromEntries((operation.parameters ?? []).map(({ name, in: place, schema, description }) => [name, { ...schema, description: `${description ?? ""} In the ${place}.` }]));
   if (operation.parameters) yield* [heading("Parameters"), ...shape({ properties: given })];
   if (content) yield* [heading("Fields"), ...shape(schemas[nameOf(content.schema)] ?? content.schema)];
