@@ -165,7 +165,7 @@ def pack_layer(layer: BertLayer, kernels: Kernels) -> PackedLayer:
     return packed
 
 
-# On more threads, OpenBLAS computes one short text faster than packed layers, which do it on one.
+# More are not measured: OpenBLAS divides a short text between its threads, packed layers do not.
 MOST_THREADS: Final = 2
 POSITIONS: Final = "embeddings.position_embeddings.weight"
 TYPES: Final = "embeddings.token_type_embeddings.weight"
