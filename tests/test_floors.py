@@ -149,7 +149,7 @@ BUDGET: dict[str, int] = {
     "cli": 2285,
     "clock": 42,
     "doctor": 527,
-    "engine": 16985,
+    "engine": 17003,
     "errors": 269,
     "ids": 6,
     "jobs": 370,
@@ -158,7 +158,7 @@ BUDGET: dict[str, int] = {
     "panics": 21,
     "registry": 1341,
     "server": 314,
-    "serving": 4952,
+    "serving": 4981,
     "settings": 372,
     "wire": 4228,
 }

@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.loading import load_embedding
 from gateway import clock, metrics
+from gateway.engine.device import Device
 from gateway.errors import (
     BadRequest,
     ContextLengthExceeded,
@@ -23,8 +25,10 @@ from gateway.errors import (
 from gateway.jobs import TokenIds, Vectors
 from gateway.jobs.embed import EmbedJob, Output, TextOutputs
 from gateway.serving.admission import Arrivals
+from gateway.serving.embedding.batcher import fit_to_context
 from gateway.serving.lane import LEAST_TOKENS, START_TOKENS, Lane
-from tests.fakes import ScriptedEmbedder, caller, embed_job
+from tests.engine.embedding.harness import GOLDEN
+from tests.fakes import ScriptedEmbedder, caller, embed_job, rerank_job
 from tests.serving.embedding.harness import asking, batching, held
 from tests.waiting import until
 
@@ -216,6 +220,49 @@ async def test_an_over_long_input_is_refused_unless_it_may_be_cut() -> None:
         answer = await batcher.embed(embed_job("short", "too long", truncate=True))
     assert answer.truncated == 1
     assert answer.vectors[:, 0].tolist() == [5, 5]
+
+
+@pytest.mark.parametrize("folder", ["bert", "xlm-roberta", "modernbert", "qwen3", "colbert-bert"])
+@pytest.mark.parametrize("prompt", ["", "query: ", "Instruct: find it\nQuery:", "title: none | "])
+async def test_a_cut_keeps_at_least_a_token_of_a_text_or_tells_how_much_does(
+    folder: str, prompt: str
+) -> None:
+    engine = load_embedding(GOLDEN / folder, name="tiny", device=Device.CPU)
+    texts = [prompt + words for words in ("water is wet and deep", "stone is dry and hard")]
+
+    def cut(max_tokens: int) -> list[TokenIds]:
+        rows, over = fit_to_context(
+            *(engine.encode(texts), engine, engine.max_tokens),
+            truncate=True,
+            max_tokens=max_tokens,
+            prompts=[prompt],
+        )
+        assert over == {0, 1}
+        assert all(len(row) <= max_tokens for row in rows)
+        return rows
+
+    with pytest.raises(BadRequest, match="of input 0: it should be at least") as caught:
+        cut(1)
+    assert caught.value.part == "max_tokens"
+    least = int(str(caught.value).rsplit(maxsplit=1)[1].rstrip("."))
+    for too_few in range(1, least):
+        with pytest.raises(BadRequest, match=f"at least {least}"):
+            cut(too_few)
+    one, other = cut(least)
+    assert one != other
+
+
+async def test_a_model_whose_prompt_fills_its_limit_is_refused_by_that_name() -> None:
+    engine = ScriptedEmbedder(max_tokens=5, prompts={"query": "12345", "document": "1234"})
+    job = EmbedJob(caller=caller(), texts=["a"], prompt_name="query", truncate=True)
+    async with batching(engine) as batcher:
+        with pytest.raises(BadRequest, match=r"model's limit is 5.*input 0.*at least 6"):
+            await batcher.embed(job)
+        for most in (None, 1):
+            asked = rerank_job("q", "d", max_tokens_per_doc=most)
+            with pytest.raises(BadRequest, match=r"model's limit is 5.*at least 6"):
+                await batcher.rerank(asked)
+    assert engine.batches == []
 
 
 async def test_a_prompt_is_put_before_each_text_and_an_unknown_one_is_refused() -> None:
