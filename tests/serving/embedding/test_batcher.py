@@ -2,8 +2,10 @@
 
 import asyncio
 import itertools
+import threading
 import time
-from collections.abc import Collection, Generator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Generator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +19,9 @@ from gateway.errors import (
     BadRequest,
     ContextLengthExceeded,
     DeadlineExceeded,
+    DeviceLost,
     EngineFailed,
+    Fault,
     GatewayError,
     Overloaded,
     Unavailable,
@@ -25,11 +29,12 @@ from gateway.errors import (
 from gateway.jobs import TokenIds, Vectors
 from gateway.jobs.embed import EmbedJob, Output, TextOutputs
 from gateway.serving.admission import Arrivals
-from gateway.serving.embedding.batcher import fit_to_context
+from gateway.serving.embedding.batcher import EmbeddingBatcher, fit_to_context
+from gateway.serving.faults import DeviceHealth
 from gateway.serving.lane import LEAST_TOKENS, START_TOKENS, Lane
 from tests.engine.embedding.harness import GOLDEN
 from tests.fakes import ScriptedEmbedder, caller, embed_job, rerank_job
-from tests.serving.embedding.harness import asking, batching, held
+from tests.serving.embedding.harness import Asked, asking, batching, held
 from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
@@ -467,6 +472,78 @@ async def test_a_model_that_goes_while_a_row_waits_for_the_lane_tells_who_asked(
         await keeping
         async with lane.turn("decode"):
             pass
+
+
+@asynccontextmanager
+async def resting(
+    batcher: EmbeddingBatcher, engine: ScriptedEmbedder, lane: Lane, ending: Callable[[], None]
+) -> AsyncIterator[tuple[Asked, Callable[[], None]]]:
+    """Let a long row rest while another's call runs, and give a function that lets `ending` go."""
+    asked = await held(batcher, engine, LONG)
+    entered, leaving = asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+
+    def call() -> None:
+        loop.call_soon_threadsafe(entered.set)
+        leaving.wait(10)
+        ending()
+
+    async def keep() -> None:
+        async with lane.turn("decode") as turn:
+            await turn(call)
+
+    keeping = asyncio.create_task(keep())
+    await asyncio.sleep(0)
+    engine.gate.open()
+    await entered.wait()
+    yield asked, leaving.set
+    assert isinstance((await asyncio.gather(keeping, return_exceptions=True))[0], GatewayError)
+
+
+def end_thread() -> None:
+    raise SystemExit
+
+
+async def test_a_lane_that_dies_while_a_row_rests_tells_who_asked() -> None:
+    engine = ScriptedEmbedder(**SLOW)
+    async with (
+        Lane() as lane,
+        batching(engine, lane=lane, pass_limit_s=1e-9) as batcher,
+        resting(batcher, engine, lane, end_thread) as (asked, leave),
+    ):
+        leave()
+        with pytest.raises(Unavailable, match="stopped"):
+            await asyncio.wait_for(asked, 10)
+    assert engine.stepped == [0]
+
+
+async def test_a_lane_that_dies_as_a_model_goes_holds_no_unload_and_no_shutdown() -> None:
+    """The row's end was queued, and the thread that would have run it had ended."""
+    engine = ScriptedEmbedder(**SLOW)
+    async with asyncio.timeout(10), Lane() as lane, AsyncExitStack() as unload:
+        model = batching(engine, lane=lane, pass_limit_s=1e-9)
+        batcher = await unload.enter_async_context(model)
+        async with resting(batcher, engine, lane, end_thread) as (asked, leave):
+            unloading = asyncio.create_task(unload.pop_all().aclose())
+            await until(lambda: lane._work.qsize() == 1)
+            leave()
+            await unloading
+        with pytest.raises(Unavailable):
+            await asked
+
+
+async def test_a_device_that_is_lost_while_a_row_rests_ends_the_row() -> None:
+    engine, health = ScriptedEmbedder(**SLOW), DeviceHealth(lambda _: Fault.FATAL)
+    async with (
+        Lane(health=health) as lane,
+        batching(engine, lane=lane, pass_limit_s=1e-9) as batcher,
+        resting(batcher, engine, lane, lambda: [][0]) as (asked, leave),
+    ):
+        leave()
+        with pytest.raises(DeviceLost):
+            await asyncio.wait_for(asked, 10)
+    assert engine.stepped == [0], "no step was tried on a device that is lost"
+    assert engine.freed_on == "lane"
 
 
 async def test_a_models_first_pass_is_sized_by_an_estimate() -> None:
