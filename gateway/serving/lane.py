@@ -280,7 +280,7 @@ class Lane:
                 self._loop.call_soon_threadsafe(self._has_ended.set)
 
     def _refuse_queued(self) -> None:
-        # Who leaves while it waits for the lane may have queued a last call, to free arrays.
+        # A task that was cancelled as it waited for the lane may have queued a call.
         with contextlib.suppress(queue.Empty):
             while True:
                 if (work := self._work.get_nowait()) is not None:

@@ -237,7 +237,9 @@ async def test_a_cut_keeps_at_least_a_token_of_a_text_or_tells_how_much_does(
 
     def cut(max_tokens: int) -> list[TokenIds]:
         rows, over = fit_to_context(
-            *(engine.encode(texts), engine, engine.max_tokens),
+            list[TokenIds](engine.encode(texts)),
+            engine,
+            engine.max_tokens,
             truncate=True,
             max_tokens=max_tokens,
             prompts=[prompt],
