@@ -1,9 +1,10 @@
 """Computes vectors of texts, and scores from their vectors, in passes that requests share."""
 
 import asyncio
+import contextlib
 import hashlib
 from collections import OrderedDict
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
@@ -13,7 +14,7 @@ import numpy.typing as npt
 
 from gateway import clock, metrics
 from gateway.clock import Stage
-from gateway.errors import BadRequest, ContextLengthExceeded, Part
+from gateway.errors import BadRequest, ContextLengthExceeded, Overloaded, Part
 from gateway.jobs import TokenIds, Vectors
 from gateway.jobs.embed import Embedded, EmbedJob, Output, TextOutputs
 from gateway.jobs.rerank import Reranked, RerankJob
@@ -25,6 +26,7 @@ from gateway.serving.ports import EmbeddingEngine
 from gateway.serving.tokenize import ThreadPools, tokenize
 
 Scores = npt.NDArray[np.float64]
+HELD_NUMBERS: Final = 1 << 26  # 256 MiB of a model's multi-vectors, of all requests together
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +112,7 @@ class EmbeddingBatcher(RowBatcher[TextRow, TextOutputs]):
         self.engine = engine
         self._pool = pool
         self._cache = EmbeddingCache(name, limits.cache_size)
+        self._numbers = 0  # numbers of the multi-vectors that requests hold together
 
     def adopt(self, limits: EmbeddingLimits) -> None:
         super().adopt(limits)
@@ -135,6 +138,12 @@ class EmbeddingBatcher(RowBatcher[TextRow, TextOutputs]):
         A model without dense vectors compares multi-vectors, by `max_sims`. Raises the errors of
         `embed`.
         """
+        with contextlib.ExitStack() as held:
+            return await self._rerank(job, arrival, held)
+
+    async def _rerank(
+        self, job: RerankJob, arrival: Arrival | None, held: contextlib.ExitStack
+    ) -> Reranked:
         is_late = is_late_interaction(self.engine)
         output: Output = "multi_vector" if is_late else "dense"
         check_outputs(self.engine, self._name, (output,))
@@ -169,7 +178,7 @@ class EmbeddingBatcher(RowBatcher[TextRow, TextOutputs]):
                     cut += len(over)
                 rows = [*asked, *rows]
                 if is_late:
-                    check_numbers(self.engine, rows, job.max_numbers, part="documents")
+                    held.enter_context(self._hold(rows, job.max_numbers, part="documents"))
                 embed_job, texts = replace(embed_job, token_rows=rows, texts=()), []
             try:
                 prompts = [query_prompt, document_prompt]
@@ -256,14 +265,46 @@ class EmbeddingBatcher(RowBatcher[TextRow, TextOutputs]):
             max_tokens=job.max_tokens,
             prompts=prompts,
         )
-        if "multi_vector" in job.outputs:
-            check_numbers(self.engine, rows, job.max_numbers)
         asked = [TextRow(row, job.outputs) for row in rows]
-        results = await self._queue(asked, job.caller.timings, arrival)
+        with contextlib.ExitStack() as held:
+            if "multi_vector" in job.outputs:
+                held.enter_context(self._hold(rows, job.max_numbers))
+            results = await self._queue(asked, job.caller.timings, arrival)
         return [
             EmbeddedText(result, len(row), index in truncated)
             for index, (row, result) in enumerate(zip(rows, results, strict=True))
         ]
+
+    @contextlib.contextmanager
+    def _hold(
+        self, rows: Sequence[TokenIds], max_numbers: int | None, part: Part = "prompt"
+    ) -> Iterator[None]:
+        """Count the numbers of the rows' multi-vectors while entered; None counts nothing.
+
+        Raises BadRequest for more than `max_numbers`, and Overloaded if all requests together would
+        have more than HELD_NUMBERS, unless the others have none.
+        """
+        width = self.engine.token_dimensions
+        tokens = sum(min(len(row), self.engine.max_tokens) for row in rows)
+        numbers = 0 if max_numbers is None else tokens * width
+        if max_numbers is not None and numbers > max_numbers:
+            raise BadRequest(
+                f"The texts have {tokens} tokens together, and a vector of {width} numbers each. "
+                f"A request may have those of {max_numbers // width} tokens: send fewer texts at "
+                "once.",
+                part=part,
+            )
+        if self._numbers and self._numbers + numbers > HELD_NUMBERS:
+            raise Overloaded(
+                f"The model `{self._name}` has the vectors of {self._numbers // width} tokens in "
+                "memory already.",
+                retry_after_s=self._tokens.retry_after_s(),
+            )
+        self._numbers += numbers
+        try:
+            yield
+        finally:
+            self._numbers -= numbers
 
     async def _tokenize(
         self, job: EmbedJob, texts: Sequence[str], *, is_query: bool = False
@@ -291,23 +332,6 @@ def check_outputs(engine: EmbeddingEngine, model: str, outputs: Sequence[Output]
             "with `output` at /v1/embeddings.",
             part="output",
             code="unsupported_model",
-        )
-
-
-def check_numbers(
-    engine: EmbeddingEngine,
-    rows: Sequence[TokenIds],
-    max_numbers: int | None,
-    part: Part = "prompt",
-) -> None:
-    """Raise BadRequest if the rows' multi-vectors would have more than `max_numbers`."""
-    tokens = sum(min(len(row), engine.max_tokens) for row in rows)
-    width = engine.token_dimensions
-    if max_numbers is not None and tokens * width > max_numbers:
-        raise BadRequest(
-            f"The texts have {tokens} tokens together, and a vector of {width} numbers each. "
-            f"A request may have those of {max_numbers // width} tokens: send fewer texts at once.",
-            part=part,
         )
 
 
