@@ -151,7 +151,7 @@ BUDGET: dict[str, int] = {
     "cli": 2293,
     "clock": 42,
     "doctor": 527,
-    "engine": 17215,
+    "engine": 17233,
     "errors": 269,
     "ids": 6,
     "jobs": 370,
@@ -160,7 +160,7 @@ BUDGET: dict[str, int] = {
     "panics": 21,
     "registry": 1341,
     "server": 314,
-    "serving": 4952,
+    "serving": 5011,
     "settings": 372,
     "wire": 4233,
 }
