@@ -1,5 +1,5 @@
-"""Agents' loops of up to fifteen turns over OpenAI's SDK and Anthropic's, on real MLX: the model writes
-files that hold every mark of every family, and each comes to the client as it was written.
+"""Agents' loops of up to fifteen turns over OpenAI's SDK and Anthropic's, on real MLX: the model
+writes files that hold the marks of every family, and each comes to the client as it was written.
 """
 
 import json
@@ -73,7 +73,7 @@ class Speaking(CpuEngines):
 
 
 def content(form: Form, turn: int) -> str:
-    """Write a file; those of all turns hold every mark, and some a whole call."""
+    """Write a file; those of fifteen turns hold every mark, and some a whole call."""
     marks = " or ".join(MARKS[turn::TURNS])
     text = f'# "{turn}" \\ it\'s é🙂\n\n\t{marks}\n{form.quoted if turn % 5 == 0 else ""}\n'
     assert form.can_write(text)

@@ -157,9 +157,7 @@ def check(folder: Path, cold: GenerationEngine, seed: int, requests: int) -> Non
 
 
 @pytest.mark.slow
-def test_no_answer_of_forty_is_that_of_another_image(
-    folder: Path, cold: GenerationEngine
-) -> None:
+def test_no_answer_of_forty_is_that_of_another_image(folder: Path, cold: GenerationEngine) -> None:
     """The soak below makes thousands."""
     check(folder, cold, SEEDS[folder.name], REQUESTS)
 
