@@ -13,6 +13,9 @@ STEP = sh -c '(while sleep $(SAY_S) >/dev/null 2>&1 && kill -0 $$$$ 2>/dev/null;
 	do echo "Still at it: $$(du -sh $(VENV) 2>/dev/null | cut -f1) in $(VENV) so far."; done) & \
 	"$$@"; status=$$?; kill $$!; exit $$status' step
 
+# Each process would compile all that it imports, and each worker all of the tests.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help serve test test-fast test-all test-signals doctor compat compat-ci lint format ci \
 	setup setup-dev setup-compat setup-clients setup-aider setup-cuda setup-otel setup-ray \

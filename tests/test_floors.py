@@ -162,7 +162,7 @@ BUDGET: dict[str, int] = {
     "server": 314,
     "serving": 5011,
     "settings": 372,
-    "wire": 4233,
+    "wire": 4235,
 }
 PACKAGES = sorted(file.parent for file in GATEWAY.rglob("__init__.py"))
 # A line of a map: names, two spaces or more, and what they are.
