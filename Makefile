@@ -65,7 +65,7 @@ compat: setup-compat setup-clients setup-aider ## Run every test with real clien
 	$(BIN)/python -m pytest compat_tests -m "compat or not compat"
 
 compat-ci: setup-compat ## Run Graphiti with one short episode, and the dashboard in Chromium
-	$(BIN)/python -m pytest compat_tests/graphiti compat_tests/dashboard
+	$(BIN)/python -m pytest -n 2 --dist loadfile compat_tests/graphiti compat_tests/dashboard
 
 SCHEMA := $(BIN)/check-jsonschema --quiet --builtin-schema
 lint: setup-dev ## Check format, style, types and workflows
