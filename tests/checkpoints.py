@@ -11,6 +11,9 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 from mlx_lm.utils import _get_classes
 
+from gateway.engine.models.checkpoint import Checkpoint
+from gateway.engine.models.mtp_head import MtpHead
+
 DEMO = Path(__file__).parents[1] / "demo" / "chat"
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -67,6 +70,32 @@ HYBRID: dict[str, Any] = {
     "mlp_only_layers": [],
     "moe_intermediate_size": 32,
 }
+# The first of two layers is linear attention, as in Qwen3.5, whose MTP head `add_head` writes.
+HEADED: dict[str, Any] = {
+    **{key: each for key, each in HYBRID.items() if not key.startswith("linear_conv")},
+    "model_type": "qwen3_5_text",
+    "linear_conv_kernel_dim": 4,
+    "num_experts": 0,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+    },
+}
+# A plain decoder, whose head `add_head` writes as a layer after the last.
+AFTER_LAST: dict[str, Any] = {
+    "model_type": "qwen3",
+    "head_dim": 16,
+    "num_nextn_predict_layers": 1,
+}
+# What the modules of a head are called there.
+LATER_NAMES: dict[str, str] = {
+    "pre_fc_norm_embedding.": "enorm.",
+    "pre_fc_norm_hidden.": "hnorm.",
+    "fc.": "eh_proj.",
+    "norm.": "shared_head.norm.",
+    "layers.0.": "",
+}
 # No rotary positions: no logits depend on how much each row has read.
 ABSOLUTE: dict[str, Any] = {
     "model_type": "gpt2",
@@ -110,13 +139,59 @@ def write_chat(folder: Path, seed: int = 0, **config: Any) -> Path:
     whole = {**LLAMA, **ids, **config}
     (folder / "config.json").write_text(json.dumps(whole))
     mx.random.seed(seed)
-    classes: Any = _get_classes(whole)
-    model = classes[0](classes[1].from_dict(whole))
+    model = make_model(whole)
     # Wide weights, so that the likeliest token is likeliest by far and depends on its past.
     named: Any = tree_flatten(model.parameters())
     weights = {name: array * (1 if array.ndim == 1 else 3) for name, array in named}
     mx.save_safetensors(str(folder / "model.safetensors"), weights)
     return folder
+
+
+def make_model(config: dict[str, Any]) -> Any:
+    """Return mlx-lm's model with random weights."""
+    kind = config["model_type"]
+    if kind.startswith("qwen3_5"):  # mlx-lm knows these by their outer name
+        kind = kind.removesuffix("_text")
+    classes: Any = _get_classes({**config, "model_type": kind})
+    return classes[0](classes[1].from_dict(config))
+
+
+def add_head(folder: Path, seed: int = 7, *, is_right: bool = False) -> Path:
+    """Add an MTP head with random weights to a model, as converters store it: `mtp.*` for Qwen3.5's
+    kind, a layer after the last for others.
+
+    If it `is_right`, most guesses are: the model's layers and the head's are made to add little to
+    a token's embedding, which the head passes on.
+    """
+    whole = json.loads((folder / "config.json").read_text())
+    config = whole.get("text_config", whole)
+    mx.random.seed(seed)
+    model = make_model(config)
+    head: Any = MtpHead(getattr(model, "language_model", model))
+    named: Any = tree_flatten(head.parameters())
+    file = folder / "model.safetensors"
+    weights: Any = mx.load(str(file))
+    weights = dict(weights)
+    for name, array in named:
+        weights[_stored(name, config)] = array * (3 if array.ndim > 1 else 1)
+    if is_right:
+        width = config["hidden_size"]
+        passed = mx.concatenate([mx.eye(width), mx.zeros((width, width))], axis=1)
+        weights[_stored("fc.weight", config)] = passed
+        for name in weights:
+            if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")):
+                weights[name] = weights[name] * 0.005
+    mx.save_safetensors(str(file), weights)
+    return folder
+
+
+def _stored(name: str, config: dict[str, Any]) -> str:
+    """Return what a head's array is called in a file."""
+    if config["model_type"].startswith("qwen3_5"):
+        return f"language_model.mtp.{name}"
+    start = next(start for start in LATER_NAMES if name.startswith(start))
+    place = config["num_hidden_layers"]
+    return f"model.layers.{place}.{LATER_NAMES[start]}{name.removeprefix(start)}"
 
 
 def write_reciting(
@@ -190,5 +265,11 @@ def merge_adapter(folder: Path, base: Path, adapter: Path) -> Path:
 
 
 def _projections(base: Path) -> dict[str, mx.array]:
+    """Return a model's projections, without its head's."""
     weights: Any = mx.load(str(base / "model.safetensors"))
-    return {name: each for name, each in weights.items() if name.endswith("_proj.weight")}
+    own = Checkpoint("base", base).tensors()
+    return {
+        name: each
+        for name, each in weights.items()
+        if name.endswith("_proj.weight") and name in own
+    }

@@ -302,9 +302,10 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "maximum number of tokens in an input and its answer together; null if the files are not "
         "on disk or do not say. `verified` names the library whose answers ours were compared "
         "with, for the model's architecture. For a loaded "
-        "chat model, `notes` lists settings in its files that have no effect, and `batching` says "
-        "whether answers share a batch. With the header `anthropic-version`: the chat models in "
-        "Anthropic's format, with `limit`, `after_id` and `before_id`.",
+        "chat model, `notes` lists settings in its files that have no effect, `drafters` what "
+        "guesses its tokens ahead, and `batching` says whether answers share a batch. With the "
+        "header `anthropic-version`: the chat models in Anthropic's format, with `limit`, "
+        "`after_id` and `before_id`.",
         answer=models.ModelList,
         errors=(BadRequest,),
     ),

@@ -65,6 +65,9 @@ class Model(TypedDict):
     notes: Annotated[
         Sequence[str], Field(description="Settings in a chat model's files that have no effect.")
     ]
+    drafters: Annotated[
+        Sequence[str], Field(description="What guesses tokens for a loaded chat model.")
+    ]
     batching: Annotated[Batching | None, Field(description="How a loaded chat model batches.")]
 
 
@@ -135,6 +138,7 @@ def describe_model(service: Service, resolved: Resolved) -> Model:
         "input_modalities": _modalities(service, spec),
         "verified": facts.verified if facts else inputs and inputs.verified,
         "notes": facts.notes if facts else [],
+        "drafters": facts.drafters if facts else [],
         "batching": _batching(model),
     }
 

@@ -1,6 +1,6 @@
 """Loads chat models and label-scoring rerank models, which need mlx-lm."""
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -37,8 +37,10 @@ from gateway.engine.models.checkpoint import (
 from gateway.engine.models.context import full_attention_share
 from gateway.engine.models.counts import text_config
 from gateway.engine.models.decoders import Numbers
+from gateway.engine.models.folder import Tensor
 from gateway.engine.models.gguf.checkpoint import GgufCheckpoint, open_checkpoint
 from gateway.engine.models.missing_kernels import Report
+from gateway.engine.models.mtp_head import head_tensors
 from gateway.engine.models.sharding import RankShare, SharedListing
 from gateway.engine.prompting.chat_tokenizer import ChatFormats
 from gateway.engine.vision.towers import tower_tensors
@@ -75,6 +77,8 @@ class ChatEngines:
     def digest(self, spec: ChatSpec, files: Path) -> str:
         checkpoint = open_checkpoint(spec.id, files)
         digest = self_test_digest(checkpoint, self.device, self._numbers(checkpoint, spec))
+        if self._head(spec, checkpoint):
+            digest = f"{digest}-head"  # its KV is kept with the model's
         share = self._share(spec)
         if share is None:
             return digest
@@ -163,6 +167,7 @@ class ChatEngines:
             prefixes=prefixes,
             speculate_rows=speculate_rows,
             draft=draft_setup,
+            has_head=spec.head_in_use(speculate_rows),
             share=self._share(spec),
             bounds=self.bounds,
             report=self.report,
@@ -197,12 +202,22 @@ class ChatEngines:
             weights += weights_bytes(
                 checkpoint, self.device, dtype, is_packed=numbers.is_packed, tensors=tower
             )
+        head = self._head(spec, checkpoint)
+        if head and not beside:  # a draft model's own head isn't loaded
+            weights += weights_bytes(
+                checkpoint, self.device, dtype, is_packed=numbers.is_packed, tensors=head
+            )
         size = Size(
             weights,
             self._first_kv_bytes(checkpoint, spec),
             kv_bytes(checkpoint, self.device, dtype, 1, spec.kv_bits),
         )
         return size, numbers
+
+    def _head(self, spec: ChatSpec, checkpoint: Listing) -> Mapping[str, Tensor]:
+        """List the arrays of the model's own MTP head, if it is in use."""
+        is_used = spec.head_in_use(self.settings.speculate_rows)
+        return head_tensors(checkpoint) if is_used and isinstance(checkpoint, Checkpoint) else {}
 
     def _listing(self, spec: ChatSpec, files: Path) -> Listing:
         whole = open_checkpoint(spec.id, files)

@@ -182,8 +182,10 @@ async def _check_files(facts: EngineFacts) -> Finding:
         "no": "answers of its family were not compared with any library",
     }[facts.verified]
     status: Literal["ok", "warn"] = "warn" if facts.notes else "ok"
-    message = "; ".join([*facts.notes, compared]) + "."
-    return Finding("files", status, message, {"verified": facts.verified})
+    guessing = [f"tokens are guessed by {' and '.join(facts.drafters)}"] if facts.drafters else []
+    message = "; ".join([*facts.notes, compared, *guessing]) + "."
+    measured = {"verified": facts.verified, "drafters": list(facts.drafters)}
+    return Finding("files", status, message, measured)
 
 
 async def _check_formats(unread: Sequence[str]) -> Finding:

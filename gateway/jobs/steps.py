@@ -10,7 +10,7 @@ from gateway.jobs import TokenIds
 from gateway.jobs.chat import Adapter, Calling, Compiled, Delta, Grammar, Sampling
 from gateway.jobs.images import ImageSpan
 
-Drafter: TypeAlias = Literal["prompt_lookup", "draft_model"]
+Drafter: TypeAlias = Literal["prompt_lookup", "draft_model", "mtp_head"]
 DRAFTERS: Sequence[Drafter] = get_args(Drafter)
 # The library that answers were compared with.
 Verified: TypeAlias = Literal["transformers", "mlx-lm", "no"]
@@ -174,6 +174,7 @@ class EngineFacts:
     notes: Sequence[str] = ()  # sentences about parts of the model's files that are ignored
     verified: Verified = "no"
     images: ImageCost | None = None
+    drafters: Sequence[Drafter] = ()  # those that the model may use
     is_timed_when_idle: bool = True  # False on a CPU: larger batches were always faster there
 
 

@@ -362,6 +362,10 @@ class ChatSpec(_Spec):
     """The id of a smaller chat model with the same tokenizer. It guesses tokens, which this model
     checks several at a time. Answers stay the same.
     """
+    mtp_head: bool = True
+    """Whether the head for multi-token prediction that some files have guesses tokens.
+    If false, its weights are not loaded.
+    """
     base: Name | None = None
     """The id of the chat model whose weights this adapter uses, in place of a `source`."""
     adapter: AdapterOf = None
@@ -407,10 +411,16 @@ class ChatSpec(_Spec):
 
         The setting `speculate_rows` counts unless this model has a value of its own.
         """
-        row_count = self.batching.speculate_rows
-        if row_count is None:
-            row_count = speculate_rows
-        return self._draft_spec if row_count else None
+        return self._draft_spec if self._speculates(speculate_rows) else None
+
+    def head_in_use(self, speculate_rows: int) -> bool:
+        """Return True if the model's own MTP head may be loaded."""
+        is_alone = self._draft_spec is None and self.parallel is None
+        return self.mtp_head and is_alone and self._speculates(speculate_rows)
+
+    def _speculates(self, speculate_rows: int) -> bool:
+        rows = self.batching.speculate_rows
+        return (speculate_rows if rows is None else rows) > 0
 
     def with_part(self, key: Literal["draft", "base"], part: "ChatSpec") -> "ChatSpec":
         spec = self.model_copy()

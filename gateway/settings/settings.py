@@ -304,7 +304,8 @@ class Settings(BaseSettings):
     """Bytes of the files in the prefix folder; the least recently used are deleted first."""
     speculate_rows: int = Field(default=8, ge=0, le=8)
     """While at most this many answers decode, tokens are read ahead: those for which a grammar
-    leaves no choice, and guesses from the prompt or from a draft model. 0 is never.
+    leaves no choice, and guesses from the prompt, from a draft model or from the model's own
+    head. 0 is never.
     """
     structured_rows: int = Field(default=1, ge=1, le=1024)
     """Structured answers decoded together, per model."""

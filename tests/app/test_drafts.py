@@ -5,9 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import mlx.core as mx
 import pytest
 
-from tests.checkpoints import write_chat
+from gateway.registry import ChatSpec
+from tests.checkpoints import HEADED, add_head, write_chat
 from tests.cpu_engines import cpu_engines
 from tests.serving_app import catalog, served
 
@@ -64,3 +66,47 @@ async def test_its_weights_and_kv_are_part_of_the_models_size(folder: Path) -> N
     assert large.weights == without.weights + small.weights
     assert large.kv == without.kv + small.kv
     assert large.kv_token == without.kv_token + small.kv_token
+
+
+def headed(**entry: Any) -> dict[str, Any]:
+    chat = {"kind": "chat", "source": "path:headed", "sampling": {"temperature": 0}}
+    return {"headed": {**chat, **entry}}
+
+
+@pytest.mark.parametrize(
+    ("entry", "drafters"),
+    [
+        ({}, ["prompt_lookup", "mtp_head"]),
+        ({"mtp_head": False}, ["prompt_lookup"]),
+        ({"batching": {"speculate_rows": 0}}, []),
+    ],
+)
+async def test_a_models_own_head_is_counted_and_listed_unless_it_is_off(
+    entry: dict[str, Any], drafters: list[str], tmp_path: Path
+) -> None:
+    folder = add_head(write_chat(tmp_path / "headed", **HEADED), is_right=True)
+    listing, engines = catalog(tmp_path, headed(**entry)), cpu_engines(speculate_rows=4)
+    arrays: Any = mx.load(str(folder / "model.safetensors"))
+    nbytes = sum(each.nbytes for name, each in arrays.items() if is_used(name, drafters))
+    assert (await engines.size(listing.specs[0], folder)).weights == nbytes
+    async with served(listing, engines) as client:
+        assert (await ask(client, "headed")).status_code == 200
+        [model] = (await client.get("/v1/models")).json()["data"]
+        assert model["drafters"] == drafters
+        assert model["notes"] == []
+
+
+def is_used(name: str, drafters: list[str]) -> bool:
+    return ".mtp." not in name or "mtp_head" in drafters
+
+
+async def test_what_is_kept_with_a_heads_kv_is_not_read_without_it(tmp_path: Path) -> None:
+    """A prefix file's name has the digest."""
+    folder = add_head(write_chat(tmp_path / "headed", **HEADED))
+    plain = write_chat(tmp_path / "plain", **HEADED)
+    engines = cpu_engines(speculate_rows=4)
+    catalogs = [catalog(tmp_path, headed(**each)) for each in ({}, {"mtp_head": False})]
+    specs = [each for found in catalogs for each in found.specs if isinstance(each, ChatSpec)]
+    digests = [await engines.digest(spec, folder) for spec in specs]
+    assert digests[0] != digests[1]
+    assert await engines.digest(specs[0], plain) == await engines.digest(specs[1], plain)

@@ -14,7 +14,7 @@ from gateway.doctor.trial import _check_files
 from gateway.engine.device import Device
 from gateway.engine.models import notes
 from gateway.engine.models.notes import list_notes, verified_by
-from tests.checkpoints import write_chat
+from tests.checkpoints import HEADED, add_head, write_chat
 from tests.cpu_engines import cpu_engines
 from tests.engine.embedding.harness import tiny
 from tests.serving_app import catalog, served
@@ -140,3 +140,10 @@ async def test_doctor_warns_of_files_that_are_not_followed(
     engine = load_generation(write_chat(tmp_path, **config), name="m", device=Device.CPU)
     found = await _check_files(engine.facts)
     assert (found.check, found.state, found.message) == ("files", state, message)
+
+
+async def test_doctor_names_what_guesses_tokens(tmp_path: Path) -> None:
+    folder = add_head(write_chat(tmp_path, **HEADED))
+    engine = load_generation(folder, name="m", device=Device.CPU, speculate_rows=4)
+    found = await _check_files(engine.facts)
+    assert found.message.endswith("; tokens are guessed by prompt_lookup and mtp_head.")

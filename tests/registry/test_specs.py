@@ -55,7 +55,7 @@ LOADED_WITH = """
     id kind source dtype max_context pooling normalize prompts
     scoring template labels instruction
     chat_template chat_template_kwargs tool_parser reasoning_parser split_special_tokens
-    draft base adapter fuse_projections kv_bits images parallel
+    draft mtp_head base adapter fuse_projections kv_bits images parallel
     structured.max_string_chars structured.max_array_items
     batching.prefix_cache_bytes batching.speculate_rows batching.mode
 """

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 from gateway.engine.drafts.draft_model import MOST_AHEAD, DraftModel
+from gateway.engine.drafts.head_drafter import HeadDrafter
 from gateway.engine.drafts.prompt_lookup import DraftedSequence, LookupDrafter
 from gateway.engine.kv.layers import can_go_back
 from gateway.jobs.steps import DRAFTERS, Drafter
@@ -50,7 +51,10 @@ class DraftPolicy:
     """The policy of one model. Batches of more than `rows` sequences don't use speculation."""
 
     def __init__(
-        self, rows: int, model: DraftModel | None, on_fault: Callable[[Exception], None]
+        self,
+        rows: int,
+        model: DraftModel | HeadDrafter | None,
+        on_fault: Callable[[Drafter, Exception], None],
     ) -> None:
         self._rows = rows
         self._on_fault = on_fault
@@ -71,8 +75,13 @@ class DraftPolicy:
             return count_ahead(len(seqs))
         return 0
 
-    def draft(self, seqs: Sequence[DraftedSequence], rooms: Sequence[int]) -> list[Sequence[int]]:
-        """Return a draft of at most `rooms[i]` tokens for each sequence i; it may be empty."""
+    def draft(
+        self, cache: Sequence[Any], seqs: Sequence[DraftedSequence], rooms: Sequence[int]
+    ) -> list[Sequence[int]]:
+        """Return a draft of at most `rooms[i]` tokens for each row i of a batch; it may be empty.
+
+        `cache` is the batch's.
+        """
         drafting = {seq.id: seq for seq in seqs if seq.room(1)}
         free = {seq.id: seq.room(room) for seq, room in zip(seqs, rooms, strict=True)}
         drafts: dict[int, Sequence[int]] = {}
@@ -88,13 +97,15 @@ class DraftPolicy:
                 continue
             # Sequences that have a draft are passed too, so that the source sees their contexts.
             lengths = {number: 0 if number in drafts else free[number] for number in due}
+            if isinstance(source, HeadDrafter):
+                source.see(seqs, cache)
             try:
                 new_drafts = source.draft(due, lengths)
             except Exception as error:
                 # Answers don't depend on drafts, so a source that fails is dropped.
                 self.sources.remove(source)
                 source.clear_prefixes()
-                self._on_fault(error)
+                self._on_fault(source.name, error)
                 continue
             if any(new_drafts.values()):
                 names.append(source.name)

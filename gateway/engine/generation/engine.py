@@ -14,6 +14,7 @@ from gateway.engine.compiled_code import unfused
 from gateway.engine.device import DeviceBounds, clear_cache, is_late
 from gateway.engine.drafts.draft_model import DraftModel
 from gateway.engine.drafts.draft_policy import DraftPolicy
+from gateway.engine.drafts.head_drafter import HeadDrafter
 from gateway.engine.generation.prepare import ChatSetup, prepare
 from gateway.engine.generation.self_test import (
     BatchSelfTest,
@@ -29,6 +30,7 @@ from gateway.engine.kv.prefix_cache import PrefixCache, PrefixPool
 from gateway.engine.models.adapters import Adapters
 from gateway.engine.models.decoders import floating_dtype, parameters
 from gateway.engine.models.kv_costs import measure_kv
+from gateway.engine.models.mtp_head import uses_head
 from gateway.engine.vision.sight import Sight
 from gateway.jobs.chat import GenerateJob, Grammar, Reading, Sampling
 from gateway.jobs.images import FIRST_IMAGE_ID
@@ -62,7 +64,10 @@ class GenerationEngine:
         if not (is_listed(model) or all(is_plain(layer) for layer in empty)):
             speculate_rows = 0  # rollback of rejected tokens is untested for this model
         self._faults = Faults()
-        self._drafts = DraftPolicy(speculate_rows, draft_model, self._faults.record_draft)
+        drafter: DraftModel | HeadDrafter | None = draft_model
+        if drafter is None and uses_head(model):
+            drafter = HeadDrafter(model, vocab_size=setup.vocab_size)
+        self._drafts = DraftPolicy(speculate_rows, drafter, self._faults.record_draft)
         self._sequences = Sequences(
             model,
             setup,
@@ -85,6 +90,7 @@ class GenerationEngine:
             tested_tokens,
             *findings,
             images=None if sight is None else sight.cost,
+            drafters=[each.name for each in self._drafts.sources] if speculate_rows else (),
             is_timed_when_idle=is_late(),
         )
 

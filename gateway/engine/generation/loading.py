@@ -206,6 +206,7 @@ def load_generation_in_steps(
     prefixes: PrefixPool | None = None,  # a pool shared with other models
     speculate_rows: int = 0,  # the most rows of a batch that uses speculative decoding
     draft: DraftSetup | None = None,
+    has_head: bool = True,  # whether the model's own MTP head drafts, if there is no draft model
     share: RankShare | None = None,  # this rank's part; all ranks must make the same calls
     bounds: DeviceBounds | None = None,
     report: Report | None = None,  # gets weights that are dequantized because a kernel is missing
@@ -215,8 +216,9 @@ def load_generation_in_steps(
     Run the steps, or close the generator early, on the lane. Raises ModelLoadFailed.
     """
     notes = [*setup.notes]
+    has_head = has_head and speculate_rows > 0 and draft is None and share is None
     model = yield from _read_model(
-        setup.checkpoint, numbers, device, share, report, setup.max_context, notes.append
+        setup.checkpoint, numbers, device, share, report, setup.max_context, notes.append, has_head
     )
     if share is not None and share.parallel == "pipeline":
         prefix_cache_bytes = 0  # ranks hold different layers, so their caches would differ
@@ -267,6 +269,7 @@ def _read_model(
     report: Report | None,
     context: int,
     note: Callable[[str], None] | None = None,
+    has_head: bool = False,
 ) -> Generator[None, None, Any]:
     model = yield from read_decoder(
         checkpoint,
@@ -276,6 +279,7 @@ def _read_model(
         note=note,
         share=share,
         report=report,
+        has_head=has_head,
     )
     if numbers.kv_bits is not None:
         quantize_kv(checkpoint, model, numbers.kv_bits, is_shared=share is not None)

@@ -18,7 +18,7 @@ from gateway.engine.kv.prefix_cache import BLOCK, Root
 from gateway.engine.vision.features import Images
 from gateway.errors import Fault, PassFault
 from gateway.jobs.chat import Delta, EchoedPrompt, FinishReason, TokenLogprob
-from gateway.jobs.steps import SequenceParams
+from gateway.jobs.steps import Drafter, SequenceParams
 
 
 class Sequence:
@@ -328,8 +328,9 @@ class Faults:
         if len(ids) > 1 and fault not in (Fault.PRESSURE, Fault.COMPILER):
             self._suspects.append(set(ids))
 
-    def record_draft(self, error: Exception) -> None:
-        self._record(classify(error), "draft model, off now", name_failure(error))
+    def record_draft(self, drafter: Drafter, error: Exception) -> None:
+        where = f"{drafter.replace('_', ' ')}, off now"
+        self._record(classify(error), where, name_failure(error))
 
     def _record(self, fault: Fault, where: str, error: Exception) -> None:
         message = f"{where}: {type(error).__name__}: {str(error)[:500]}"

@@ -336,7 +336,8 @@ class Sequences:
         running.settle()  # otherwise the draft model would raise the step's error
         running.check()
         lengths = row_lengths(running.cache)
-        reading = plan_reading(running.seqs, lengths, limit, self._drafts.draft)
+        draft = partial(self._drafts.draft, running.cache)
+        reading = plan_reading(running.seqs, lengths, limit, draft)
         for seq, tokens, padding in zip(running.seqs, reading.inputs, reading.padding, strict=True):
             seq.read_last = len(tokens) - padding
         if any(reading.drafts):

@@ -21,6 +21,7 @@ from gateway.engine.models.counts import bounding_modules, check_depth, text_con
 from gateway.engine.models.decoder_kernels import fuse_projections, use_cpu_kernels
 from gateway.engine.models.gguf.checkpoint import GgufCheckpoint, read_gguf_decoder
 from gateway.engine.models.missing_kernels import Report, replace_missing, widen
+from gateway.engine.models.mtp_head import has_mtp_head, with_head
 from gateway.engine.models.sharding import RankShare, shard
 from gateway.engine.models.unread import list_lost
 from gateway.registry import ChatSpec
@@ -37,10 +38,12 @@ def open_decoder(
     context: int | None = None,
     note: Callable[[str], None] | None = None,
     classes: Callable[[dict[str, Any]], tuple[Any, type]] = classes_of,
+    has_head: bool = False,
 ) -> tuple[Any, dict[str, Any]]:
     """Return mlx-lm's model and the config. The weights are not read yet.
 
-    `context` is the most tokens of a text. Must run on the lane. Raises ModelLoadFailed.
+    If `has_head`, the model gets its MTP head, if the files have one that fits. `context` is the
+    most tokens of a text. Must run on the lane. Raises ModelLoadFailed.
     """
     weights = checkpoint.weights()  # raises an error that names the file
     checkpoint.config()  # raises an error that names the key
@@ -50,6 +53,8 @@ def open_decoder(
         config.setdefault("tie_word_embeddings", not any(map(_HEAD.search, weights)))
         chosen = classes(config)
         check_depth(config, chosen[1], weights)
+        if has_mtp_head(config, weights):
+            chosen = with_head(chosen, config, weights, is_used=has_head)
         return chosen
 
     about = "mlx-lm makes no model of config.json and these weights: "
@@ -59,6 +64,8 @@ def open_decoder(
         if note is not None:
             for sentence in list_lost(weights, model, text_config(config)):
                 note(sentence)
+            if getattr(model, "head_fault", ""):
+                note(f"its MTP head is not used: {model.head_fault}")
         # Quantized weights are 10 to 50 times slower than float32 on a CPU.
         if device is Device.CPU and not is_packed:
             widen(model, floating_dtype(model))
@@ -94,11 +101,13 @@ def read_decoder(
     report: Report | None = None,
     context: int | None = None,
     note: Callable[[str], None] | None = None,
+    has_head: bool = False,
 ) -> Generator[None, None, Any]:
     """Read a folder or GGUF file in steps, and return mlx-lm's model. Raises ModelLoadFailed.
 
-    `context` is the most tokens of a text. `note` is called with a sentence about each kind of
-    unread weights, and `report` as in `replace_missing`. Must run on the lane.
+    `context` is the most tokens of a text. If `has_head`, a folder's MTP head is read. `note` is
+    called with a sentence about each kind of unread weights, and `report` as in `replace_missing`.
+    Must run on the lane.
     """
     if isinstance(checkpoint, GgufCheckpoint):
         if share is not None:
@@ -114,6 +123,7 @@ def read_decoder(
             is_packed=numbers.is_packed,
             context=context,
             note=note,
+            has_head=has_head,
         )
         if share is not None:
             shard(checkpoint, model, share)

@@ -49,7 +49,7 @@ def _transpose_experts(weights: Weights) -> Weights:
     }
 
 
-def _stack_experts(weights: Weights) -> Weights:
+def stack_experts(weights: Weights) -> Weights:
     """Stack the arrays of all experts, which transformers saves one by one."""
     kept: dict[str, mx.array] = {}
     found: dict[str, dict[int, mx.array]] = {}
@@ -155,6 +155,6 @@ OWN: Final[Mapping[str, Make]] = {
     "gpt_oss": _renaming("gpt_oss", _transpose_experts),
     "lfm2_vl": _renaming("lfm2-vl", _move_language_model),
     "qwen3_vl_moe": _renaming("qwen3_vl_moe", _turn_experts),
-    "qwen3_5_moe": _renaming("qwen3_5_moe", _stack_experts),
-    "qwen3_5_moe_text": _renaming("qwen3_5_moe", _stack_experts),
+    "qwen3_5_moe": _renaming("qwen3_5_moe", stack_experts),
+    "qwen3_5_moe_text": _renaming("qwen3_5_moe", stack_experts),
 }

@@ -35,9 +35,12 @@ from gateway.jobs.chat import (
 )
 from gateway.jobs.steps import SequenceParams
 from tests.checkpoints import (
+    AFTER_LAST,
+    HEADED,
     HYBRID,
     SLIDING,
     STATEFUL,
+    add_head,
     merge_adapter,
     teach_thinking,
     write_adapter,
@@ -62,7 +65,10 @@ KINDS: Final[dict[str, dict[str, Any]]] = {
         **STATEFUL, **BASE, **DEEP, "full_attn_idxs": [1], "num_attention_heads": 2,
         "num_key_value_heads": 1,
     },
+    "head": {**HEADED, **BASE, **DEEP},
+    "later": {**AFTER_LAST, **BASE},
 }  # fmt: skip
+HEADS: Final = ("head", "later")
 # What `kv_bits: 8` makes of a number is one of 256: a rounding may make it the next one.
 PACKED_ROUNDING: Final = 0.05
 ADAPTERS: Final[dict[str, dict[str, Any]]] = {
@@ -120,6 +126,8 @@ class Models:
     @classmethod
     def write(cls, folder: Path, kind: str) -> "Models":
         base = teach_thinking(write_chat(folder / "base", **KINDS[kind]), opens=True)
+        if kind in HEADS:
+            add_head(base, is_right=True)
         stranger = write_chat(folder / "stranger", seed=5, num_hidden_layers=1, **BASE)
         teach_thinking(stranger, opens=True)
         adapters = {
@@ -147,13 +155,16 @@ class Settings:
     most_rows: int
 
     @classmethod
-    def draw(cls, chance: random.Random) -> "Settings":
-        rows = chance.choice([0, 4, 12])
+    def draw(cls, chance: random.Random, kind: str) -> "Settings":
+        """Draw settings. A model with a head has no draft model, whose drafts would go first."""
+        is_headed = kind in HEADS
+        rows = chance.choice([4, 12, 12] if is_headed else [0, 4, 12])
+        drafts = [""] if is_headed else ["", "base", "base", "stranger"]
         return cls(
             chance.choice([0, 300_000, 1 << 30]),
             rows,
             chance.choice([None, None, 8]),
-            chance.choice(["", "base", "base", "stranger"]) if rows else "",
+            chance.choice(drafts) if rows else "",
             has_adapters=chance.random() < 0.5,
             most_rows=chance.choice([3, 12]),
         )
@@ -256,7 +267,7 @@ class Mixture:
     def __init__(self, models: Models, kind: str, seed: int) -> None:
         self.kind, self.seed = kind, seed
         self.chance = random.Random(f"{kind} {seed}")
-        self.settings = Settings.draw(self.chance)
+        self.settings = Settings.draw(self.chance, kind)
         self.models = models
         self.engine = self._open(models.base)
         self.steps = Steps(self.engine)
@@ -341,6 +352,7 @@ class Mixture:
             self._hear(self.steps.decode())
             size = self.steps.size
             self.counts.update(forced=size.forced, drafted=size.drafted, accepted=size.accepted)
+            self.counts[size.drafter or "no drafter"] += size.accepted
 
     def _join(self) -> None:
         for _ in range(self.chance.choice([1, 1, 2, 4])):

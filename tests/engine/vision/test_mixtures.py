@@ -10,6 +10,7 @@ import pytest
 from gateway.engine.device import DeviceBounds
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.jobs.chat import GenerateJob, Sampling
+from tests.checkpoints import add_head
 from tests.engine.generation.harness import PLENTY, Rows
 from tests.engine.vision.harness import (
     CAT,
@@ -24,6 +25,7 @@ from tests.engine.vision.harness import (
     open_seeing,
     see,
     sight_of,
+    write_seeing,
 )
 
 SEEDS = {"qwen3_5": 2, "qwen3_vl": 1}
@@ -124,10 +126,11 @@ class Crowd:
                 self.stopped.clear()
 
 
-def check(folder: Path, cold: GenerationEngine, seed: int, requests: int) -> None:
+def check(folder: Path, cold: GenerationEngine, seed: int, requests: int) -> GenerationEngine:
     """Compare a crowd's answers with those of each request alone.
 
-    Engines of odd seeds keep prompts and features and read ahead; the others keep few.
+    Engines of odd seeds keep prompts and features and read ahead; the others keep few. Return the
+    engine, which is closed.
     """
     given: dict[str, Any] = {"prefix_cache_bytes": PLENTY, "speculate_rows": 4}
     if seed % 2 == 0:
@@ -154,12 +157,24 @@ def check(folder: Path, cold: GenerationEngine, seed: int, requests: int) -> Non
     assert len(crowd.left) < requests / 10
     assert {"park", "preempt", "resume", "leave"} <= {*crowd.events}
     engine.close()
+    return engine
 
 
 @pytest.mark.slow
 def test_no_answer_of_forty_is_that_of_another_image(folder: Path, cold: GenerationEngine) -> None:
     """The soak below makes thousands."""
     check(folder, cold, SEEDS[folder.name], REQUESTS)
+
+
+@pytest.mark.slow
+def test_a_head_that_guesses_beside_images_changes_no_answer(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    folder = write_seeing("qwen3_5", tmp_path_factory.mktemp("headed") / "model")
+    cold = open_seeing(folder)
+    engine = check(add_head(folder), cold, seed=3, requests=REQUESTS)
+    assert "mtp_head" in engine.facts.drafters
+    cold.close()
 
 
 @pytest.mark.soak

@@ -6,6 +6,7 @@ from gateway.jobs.steps import Drafter, Pass, StepResult
 from gateway.serving.generation.draft_gains import BASELINES, SHORTEST_PAUSE, STALE, DraftGains
 
 LOOKUP: Drafter = "prompt_lookup"
+OTHERS: list[Drafter] = ["draft_model", "mtp_head"]
 
 
 class Answers:
@@ -38,14 +39,14 @@ def test_a_drafter_that_gains_goes_on() -> None:
 
 
 @pytest.mark.parametrize("every", [1, 2])
-def test_one_that_loses_pauses_each_time_for_longer_and_the_other_goes_on(every: int) -> None:
+def test_one_that_loses_pauses_each_time_for_longer_and_the_others_go_on(every: int) -> None:
     """The time to make drafts counts as their cost, also where not every step makes one."""
     answers, pauses, paused = Answers(accepted=1, made_in_s=3.0), list[int](), 0
     for number in range(6000):
         gain = answers.step(drafts=number % every == 0)
         if gain is not None:
             assert gain < 1
-            assert answers.gains.choose(rows=2) == ["draft_model"]
+            assert answers.gains.choose(rows=2) == OTHERS
         is_paused = answers.gains._sources[LOOKUP].paused > 0
         if paused and not is_paused:
             pauses.append(paused)
@@ -80,4 +81,4 @@ def test_forced_tokens_and_mixed_drafts_say_nothing() -> None:
         answers.step()
     mixed = StepResult(size=Pass(2, 2, drafted=6))
     assert all(answers.gains.note(mixed, 9.0) is None for _ in range(200))
-    assert answers.gains.choose(rows=2) == [LOOKUP, "draft_model"]
+    assert answers.gains.choose(rows=2) == [LOOKUP, *OTHERS]

@@ -1,0 +1,298 @@
+"""The head with which a model guesses the token after the next one (multi-token prediction).
+
+mlx-lm drops the heads' weights: `mtp.*` of Qwen3.5, `model.mtp_layers.*` of MiMo and, in the layout
+of DeepSeek V3, the layer after the last. A head's input is as in vLLM (qwen3_5_mtp.py, mimo_mtp.py,
+deepseek_mtp.py): the embedding of a token, and the normed hidden state of the token before it.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from inspect import signature
+from typing import Any, Final
+
+import mlx.core as mx
+from mlx.nn.layers.base import Module
+from mlx.nn.layers.linear import Linear
+from mlx.nn.layers.normalization import RMSNorm
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import ArraysCache, KVCache
+
+from gateway.engine.models.checkpoint import Checkpoint, is_later
+from gateway.engine.models.folder import Tensor, join_names
+from gateway.engine.models.own_classes import Classes, Weights, stack_experts
+
+_QWEN: Final = r"(?:(?:language_)?model\.)*mtp\.(.+)"
+# The layer's copies of the model's embedding and output layer are left out.
+_AFTER_LAST: Final = r"model\.layers\.{layers}\.(?!embed_tokens\.|shared_head\.head\.)(.+)"
+_MIMO: Final = r"model\.mtp_layers\.0\.(.+)"
+# The names of a head's arrays, by model_type.
+_NAMES: Final[Mapping[str, str]] = {
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text"), _QWEN),
+    **dict.fromkeys(("deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen3"), _AFTER_LAST),
+    "mimo": _MIMO,
+}
+# What other families call the modules of `MtpHead`.
+_MODULES: Final[Mapping[str, str]] = {
+    **dict.fromkeys(("enorm", "token_layernorm"), "pre_fc_norm_embedding"),
+    **dict.fromkeys(("hnorm", "hidden_layernorm"), "pre_fc_norm_hidden"),
+    **dict.fromkeys(("eh_proj", "input_proj"), "fc"),
+    **dict.fromkeys(("shared_head.norm", "final_layernorm"), "norm"),
+}
+_FIRST: Final = "model.layers.0."
+_WHOLE: Final = "experts.gate_up_proj"
+# The names of a head's norms whose kind the model's layers have too.
+_LAYER_NORM: Final = re.compile(r"layers\.0\.(.*norm\.weight)")
+
+
+class MtpHead(Module):
+    """One layer of attention, which reads pairs of a token and the hidden state before it.
+
+    Its KV has a place for each token. The first token has no state before it, so it is masked.
+    """
+
+    def __init__(self, text: Any) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # its stub has no types
+        args, layers = text.args, text.model.layers
+        width, epsilon = args.hidden_size, args.rms_norm_eps
+        self.pre_fc_norm_embedding = RMSNorm(width, epsilon)
+        self.pre_fc_norm_hidden = RMSNorm(width, epsilon)
+        self.fc = Linear(2 * width, width, bias=False)
+        # A hybrid model's last layer of each interval has full attention.
+        place = getattr(args, "full_attention_interval", len(layers) + 1) - 1
+        kind = type(layers[-1])
+        self.layers = [kind(args, place) if len(signature(kind).parameters) > 1 else kind(args)]
+        self.norm = RMSNorm(width, epsilon)
+        # Whether the states that the next guess is made from are normed.
+        self.feeds_normed = _NAMES.get(args.model_type) != _AFTER_LAST
+
+    def __call__(self, hidden: mx.array, embedded: mx.array, kv: Any) -> mx.array:
+        """Return the hidden states, (rows, n, width), that the next tokens are guessed from."""
+        mask = kv.make_mask(hidden.shape[1], return_array=True)
+        mask = mask & (mx.arange(mask.shape[-1]) > 0)
+        guessed: mx.array = self.layers[0](self._join(hidden, embedded), mask, kv)
+        return self.norm(guessed) if self.feeds_normed else guessed
+
+    def finish(self, hidden: mx.array) -> mx.array:
+        """Return what the logits of a guess are made from."""
+        finished: mx.array = hidden if self.feeds_normed else self.norm(hidden)
+        return finished
+
+    def follow(self, hidden: mx.array, embedded: mx.array, kv: Any) -> None:
+        """Add pairs to the KV. Nothing else is computed, because nothing evaluates it."""
+        layer: Any = self.layers[0]
+        layer.self_attn(layer.input_layernorm(self._join(hidden, embedded)), cache=kv)
+
+    def _join(self, hidden: mx.array, embedded: mx.array) -> mx.array:
+        pair = [self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(hidden)]
+        joined: mx.array = self.fc(mx.concatenate(pair, axis=-1))
+        return joined
+
+
+def with_head(
+    classes: Classes, config: Mapping[str, Any], found: Weights, *, is_used: bool
+) -> Classes:
+    """Return the classes of a model with the head whose weights are in `found`.
+
+    If not `is_used`, these weights are dropped.
+    """
+    base, arguments = classes
+    names, packing = _head_names(config, found), config.get("quantization")
+    pattern = _NAMES[config["model_type"]]
+
+    class Headless(base):  # type: ignore[misc, valid-type]  # chosen at run time
+        def sanitize(self, weights: Weights) -> Weights:
+            layers = len(self.layers)
+            rest = {name: each for name, each in weights.items() if not is_later(name, layers)}
+            return super().sanitize(rest)  # type: ignore[no-any-return]
+
+    class Model(Headless):
+        """A model that keeps its head's KV, and the hidden state of each row's last token.
+
+        They are the last two of its caches.
+        """
+
+        def __init__(self, args: Any) -> None:
+            super().__init__(args)
+            self.head_fault = ""  # why the head is not used
+            self._is_checked = False
+            self._text.mtp = MtpHead(self._text)
+
+        @property
+        def _text(self) -> Any:
+            return getattr(self, "language_model", self)
+
+        def __call__(
+            self, inputs: mx.array, cache: Any = None, input_embeddings: mx.array | None = None
+        ) -> mx.array:
+            text = self._text
+            given = {} if input_embeddings is None else {"input_embeddings": input_embeddings}
+            hidden = text.model(inputs, cache, **given)
+            if cache is not None and not self.head_fault:
+                if input_embeddings is None:
+                    input_embeddings = text.model.embed_tokens(inputs)
+                _follow(text.mtp, hidden, input_embeddings, *cache[-2:])
+            return self._score(hidden)
+
+        def guess(self, hidden: mx.array, tokens: mx.array, kv: Any) -> mx.array:
+            """Return the head's states, (rows, n, width), after `tokens`, (rows, n)."""
+            text = self._text
+            states: mx.array = text.mtp(hidden, text.model.embed_tokens(tokens), kv)
+            return states
+
+        def score(self, states: mx.array) -> mx.array:
+            """Return the logits, (rows, n, vocabulary), of the head's states."""
+            return self._score(self._text.mtp.finish(states))
+
+        def _score(self, hidden: mx.array) -> mx.array:
+            text = self._text
+            output = text.lm_head if "lm_head" in text else text.model.embed_tokens.as_linear
+            logits: mx.array = output(hidden)
+            return logits
+
+        def make_cache(self) -> list[Any]:
+            kv: Any = KVCache  # untyped in mlx-lm
+            is_plain = not hasattr(base, "make_cache")
+            layers = [kv() for _ in self.layers] if is_plain else super().make_cache()
+            return layers if self.head_fault else [*layers, ArraysCache(1), kv()]
+
+        def sanitize(self, weights: Weights) -> Weights:
+            kept = dict(super().sanitize(weights))
+            text, own = self._text, {own: found[name] for name, own in names.items()}
+            if pattern == _QWEN:
+                own = _stack(own)
+            else:  # the class splits and stacks these as it does those of its own layers
+                own = _rename(super().sanitize({f"{_FIRST}{n}": each for n, each in own.items()}))
+            if not self._is_checked:
+                self._is_checked = True
+                self.head_fault = _find_fault(own, text.mtp, is_quantized=packing is not None)
+                if self.head_fault:
+                    text.pop("mtp")
+            if self.head_fault:
+                return kept
+            if pattern == _QWEN:
+                is_raw = any("conv1d.weight" in n and a.shape[-1] != 1 for n, a in weights.items())
+                own = _add_ones(own, kept, is_raw=is_raw)
+            inner = "" if text is self else "language_model."
+            if packing is not None:  # mlx-lm looks these up after this
+                packing.update(_find_packing(own, text.mtp, f"{inner}mtp."))
+            return kept | {f"{inner}mtp.{name}": array for name, array in own.items()}
+
+    return Model if is_used else Headless, arguments
+
+
+def has_mtp_head(config: Mapping[str, Any], names: Iterable[str]) -> bool:
+    """Return True if a model of a supported type has arrays of a head."""
+    return bool(_head_names(config, names))
+
+
+def head_tensors(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """List the arrays of a checkpoint's head; there are none if its type is not supported."""
+    tensors = checkpoint.all_tensors()
+    return {name: tensors[name] for name in _head_names(checkpoint.config(), tensors)}
+
+
+def uses_head(model: Any) -> bool:
+    """Return True if a loaded model has a head that fits it."""
+    return getattr(model, "head_fault", None) == ""
+
+
+def _head_names(config: Mapping[str, Any], names: Iterable[str]) -> dict[str, str]:
+    """Return the names of a head's arrays, and their names within the head."""
+    pattern = _NAMES.get(str(config.get("model_type")), "")
+    own = re.compile(pattern.replace("{layers}", str(config.get("num_hidden_layers"))))
+    return {name: match[1] for name in names if (match := own.fullmatch(name))} if pattern else {}
+
+
+def _follow(head: MtpHead, hidden: mx.array, embedded: mx.array, states: Any, kv: Any) -> None:
+    rows, tokens, width = hidden.shape
+    before = mx.zeros((rows, 1, width), hidden.dtype) if states[0] is None else states[0]
+    series = mx.concatenate([before, hidden], axis=1)
+    head.follow(series[:, :-1], embedded, kv)
+    if states.lengths is None:
+        states[0] = mx.contiguous(series[:, -1:])
+    else:  # the rows are padded
+        ends = mx.clip(states.lengths, 0, tokens)[:, None, None]
+        states[0] = mx.take_along_axis(series, ends, axis=1)
+    # After a rollback, the next guess needs the states of the accepted tokens.
+    states.recent = None if getattr(states, "earlier", None) is None else hidden
+    states.advance(tokens)
+
+
+def _rename(found: Weights) -> dict[str, mx.array]:
+    """Return the weights of another family's head by their names in `MtpHead`."""
+    own = {}
+    for name, array in found.items():
+        module, _, part = name.removeprefix(_FIRST).rpartition(".")
+        if module == "input_proj":  # it takes the hidden state first
+            array = mx.roll(array, array.shape[-1] // 2, -1)
+        own[f"{_MODULES.get(module, f'layers.0.{module}')}.{part}"] = array
+    return own
+
+
+def _stack(found: Weights) -> dict[str, mx.array]:
+    """Return the weights of Qwen3.5's head with all experts in one array."""
+    own = dict(stack_experts(found))
+    for name in [name for name in own if name.endswith(_WHOLE)]:
+        start, whole = name.removesuffix(_WHOLE), own.pop(name)
+        half = whole.shape[-2] // 2
+        own[f"{start}switch_mlp.gate_proj.weight"] = whole[..., :half, :]
+        own[f"{start}switch_mlp.up_proj.weight"] = whole[..., half:, :]
+        down = own.pop(f"{start}experts.down_proj", None)
+        if down is not None:
+            own[f"{start}switch_mlp.down_proj.weight"] = down
+    return own
+
+
+def _find_fault(own: Mapping[str, mx.array], head: MtpHead, *, is_quantized: bool) -> str:
+    packed = {name.removesuffix(".scales") for name in own if name.endswith(".scales")}
+    module: Any = head
+    named: Any = tree_flatten(module.parameters())
+    expected = {name: array.shape for name, array in named}
+    extra = {f"{each}.{part}" for each in packed for part in ("scales", "biases")}
+    unfit = {
+        name
+        for name in expected.keys() & own.keys()
+        if name.rpartition(".")[0] not in packed and own[name].shape != expected[name]
+    }
+    unfit |= expected.keys() ^ (own.keys() - extra)
+    if packed and not is_quantized:
+        unfit |= packed
+    return f"it lacks or has others than these: {join_names(unfit)}" if unfit else ""
+
+
+def _find_packing(own: Weights, head: MtpHead, prefix: str) -> Iterator[tuple[str, dict[str, int]]]:
+    """Yield how each packed module is packed, which need not be as the model's modules are."""
+    module_head: Any = head
+    named: Any = tree_flatten(module_head.parameters())
+    widths = {name: array.shape[-1] for name, array in named}
+    for name in own:
+        module = name.removesuffix(".scales")
+        width = widths.get(f"{module}.weight")
+        if module != name and width is not None and f"{module}.biases" in own:
+            bits = own[f"{module}.weight"].shape[-1] * 32 // width
+            group = width // own[name].shape[-1]
+            yield f"{prefix}{module}", {"group_size": group, "bits": bits}
+
+
+def _add_ones(own: Mapping[str, mx.array], kept: Weights, *, is_raw: bool) -> dict[str, mx.array]:
+    """Add 1 to norms that are stored as in transformers, which multiplies by 1 + weight.
+
+    Converters add it to a model's norms, but not always to its head's, which are therefore compared
+    with the model's norms of the same kind.
+    """
+    added = dict(own)
+    shifts: dict[str, bool] = {}
+    for name, array in own.items():
+        match = _LAYER_NORM.fullmatch(name)
+        kind = match[1] if match else "model.norm.weight"
+        like = [each for key, each in kept.items() if key.endswith(f".{kind}")]
+        if name.endswith("norm.weight") and like:
+            mean, usual = array.mean().item(), like[-1].mean().item()
+            shifts[name] = is_raw or abs(mean + 1 - usual) < abs(mean - usual)
+    for name in own:
+        if "pre_fc_norm" in name:  # their means don't tell, so the layer's norm does
+            shifts[name] = shifts.get("layers.0.input_layernorm.weight", is_raw)
+    for name, is_shifted in shifts.items():
+        if is_shifted:
+            added[name] = own[name] + 1.0
+    return added
