@@ -172,7 +172,7 @@ def test_a_head_that_guesses_beside_images_changes_no_answer(
 ) -> None:
     folder = write_seeing("qwen3_5", tmp_path_factory.mktemp("headed") / "model")
     cold = open_seeing(folder)
-    engine = check(add_head(folder), cold, seed=3, requests=REQUESTS)
+    engine = check(add_head(folder), cold, seed=3, requests=MORE)
     assert "mtp_head" in engine.facts.drafters
     cold.close()
 

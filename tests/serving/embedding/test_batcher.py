@@ -165,7 +165,7 @@ async def test_a_tokenizer_that_fails_on_one_text_fails_its_request_alone() -> N
     async with batching(engine) as batcher:
         engine.gate.close()
         asked = [asking(batcher, text * 1001) for text in "ab!cd"]
-        await asyncio.to_thread(engine.gate.reached.wait, 5)
+        await asyncio.to_thread(engine.gate.reached.wait, 60)
         engine.gate.open()
         answers = await asyncio.gather(*asked, return_exceptions=True)
     assert isinstance(answers[2], BadRequest)
@@ -296,7 +296,7 @@ async def test_a_full_queue_answers_overloaded_and_recovers() -> None:
     async with batching(engine, queue_max_tokens=2) as batcher:
         engine.gate.close()
         held = [asking(batcher, "a") for _ in range(2)]
-        await asyncio.to_thread(engine.gate.reached.wait, 5)
+        await asyncio.to_thread(engine.gate.reached.wait, 60)
         with pytest.raises(Overloaded) as refusal:
             await batcher.embed(embed_job("b"))
         assert refusal.value.headers["retry-after"] == "1"
@@ -333,7 +333,7 @@ async def test_what_waits_when_the_model_goes_is_told() -> None:
     async with batching(engine) as batcher:
         engine.gate.close()
         waiting = [asking(batcher, "a" * n) for n in (1, 2, 3)]
-        await asyncio.to_thread(engine.gate.reached.wait, 5)
+        await asyncio.to_thread(engine.gate.reached.wait, 60)
         asyncio.get_running_loop().call_later(0.05, engine.gate.open)
     for answer in await asyncio.gather(*waiting, return_exceptions=True):
         assert isinstance(answer, GatewayError)

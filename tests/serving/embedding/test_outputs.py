@@ -267,7 +267,7 @@ async def test_vectors_of_several_requests_are_bounded_together_until_each_is_ov
     async with batching(engine) as batcher:
         engine.gate.close()
         first = asyncio.create_task(batcher.rerank(large))
-        await asyncio.to_thread(engine.gate.reached.wait, 5)
+        assert await asyncio.to_thread(engine.gate.reached.wait, 60)
         for refused in (
             batcher.rerank(small),
             asking_for(batcher, "a", outputs=("multi_vector",), max_numbers=most),
