@@ -294,7 +294,7 @@ class EmbeddingBatcher(RowBatcher[TextRow, TextOutputs]):
                 "once.",
                 part=part,
             )
-        if self._numbers and self._numbers + numbers > HELD_NUMBERS:
+        if numbers and self._numbers and self._numbers + numbers > HELD_NUMBERS:
             raise Overloaded(
                 f"The model `{self._name}` has the vectors of {self._numbers // width} tokens in "
                 "memory already.",
