@@ -13,6 +13,9 @@ STEP = sh -c '(while sleep $(SAY_S) >/dev/null 2>&1 && kill -0 $$$$ 2>/dev/null;
 	do echo "Still at it: $$(du -sh $(VENV) 2>/dev/null | cut -f1) in $(VENV) so far."; done) & \
 	"$$@"; status=$$?; kill $$!; exit $$status' step
 
+# Each process would compile all that it imports, and each worker all of the tests.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help serve test test-fast test-all test-signals doctor compat compat-ci lint format ci \
 	setup setup-dev setup-compat setup-clients setup-aider setup-cuda setup-otel setup-ray \
@@ -62,7 +65,7 @@ compat: setup-compat setup-clients setup-aider ## Run every test with real clien
 	$(BIN)/python -m pytest compat_tests -m "compat or not compat"
 
 compat-ci: setup-compat ## Run Graphiti with one short episode, and the dashboard in Chromium
-	$(BIN)/python -m pytest compat_tests/graphiti compat_tests/dashboard
+	$(BIN)/python -m pytest -n 2 --dist loadfile compat_tests/graphiti compat_tests/dashboard
 
 SCHEMA := $(BIN)/check-jsonschema --quiet --builtin-schema
 lint: setup-dev ## Check format, style, types and workflows

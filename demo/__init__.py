@@ -14,6 +14,8 @@ made in `seeing`. The rest makes demo-chat again, offline, in this order:
     batches.py     conversations to arrays
     forward.py     the forward pass, quick on a CPU
     train.py       python -m demo.train --out DIR --minutes N
+    train_head.py  python -m demo.train_head --out DIR --minutes N: a head that guesses ahead (MTP)
+    measure_head.py  python -m demo.measure_head DIR: what such a head gains
     evaluate.py    python -m demo.evaluate [--model DIR]
 
 The gateway knows nothing of this package. forward, train and evaluate import mlx, after the

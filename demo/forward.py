@@ -78,21 +78,42 @@ def _attend(layer: Module, x: mx.array, cos: mx.array, sin: mx.array, mask: mx.a
     return cast(mx.array, layer.o_proj(joined))
 
 
-def hidden_states(model: Module, tokens: mx.array, positions: mx.array) -> mx.array:
-    """Run all layers; tokens and positions (batch, length) → (batch, length, width)."""
+def _run(
+    model: Module, layers: list[Module], x: mx.array, positions: mx.array, first: int = 0
+) -> mx.array:
+    """Run layers over x (batch, length, width). Only themselves look at tokens before `first`."""
     args = model.args
     half = args.head_dim // 2
     speeds = args.rope_theta ** (-mx.arange(half) / half)
     angles = positions[:, None, :, None].astype(mx.float32) * speeds
     cos, sin = mx.cos(angles), mx.sin(angles)
-    length = tokens.shape[1]
-    mask = mx.triu(mx.full((length, length), -1e9), 1)
-    x = model.model.embed_tokens(tokens)
-    for layer in model.layers:
+    places = mx.arange(x.shape[1])
+    is_hidden = (places[:, None] < places) | ((places < first) & (places[:, None] != places))
+    mask = mx.where(is_hidden, -1e9, 0.0)
+    for layer in layers:
         x = x + _attend(layer.self_attn, layer.input_layernorm(x), cos, sin, mask)
         h = layer.post_attention_layernorm(x)
         x = x + layer.mlp.down_proj(silu(layer.mlp.gate_proj(h)) * layer.mlp.up_proj(h))
+    return x
+
+
+def hidden_states(model: Module, tokens: mx.array, positions: mx.array) -> mx.array:
+    """Run all layers; tokens and positions (batch, length) → (batch, length, width)."""
+    x = _run(model, model.layers, model.model.embed_tokens(tokens), positions)
     return cast(mx.array, model.model.norm(x))
+
+
+def head_states(
+    model: Module, head: Module, hidden: mx.array, tokens: mx.array, positions: mx.array
+) -> mx.array:
+    """Run an MTP head over tokens and the states (batch, length, width) of those before them.
+
+    Nothing comes before the first token, so nothing looks at it.
+    """
+    before = mx.pad(hidden[:, :-1], [(0, 0), (1, 0), (0, 0)])
+    embedded = head.pre_fc_norm_embedding(model.model.embed_tokens(tokens))
+    pair = mx.concatenate([embedded, head.pre_fc_norm_hidden(before)], axis=-1)
+    return _run(model, head.layers, head.fc(pair), positions, first=1)
 
 
 def loss_at(

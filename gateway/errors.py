@@ -20,7 +20,7 @@ def shorten(text: str) -> str:
 # The parts of a job that an error can name. gateway.wire names the request's field for each.
 Part = Literal[
     "prompt", "documents", "questions", "prompt_name", "template_args", "tools", "answer_form",
-    "min_tokens", "thinking_budget", "dimensions", "output",
+    "min_tokens", "thinking_budget", "dimensions", "output", "max_tokens",
 ]  # fmt: skip
 
 

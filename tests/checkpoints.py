@@ -9,10 +9,10 @@ from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
-from mlx_lm.models.qwen3_5 import TextModelArgs
 from mlx_lm.utils import _get_classes
 
 from gateway.engine.models import gemma4_assistant
+from gateway.engine.models.checkpoint import Checkpoint
 from gateway.engine.models.mtp_head import MtpHead
 
 DEMO = Path(__file__).parents[1] / "demo" / "chat"
@@ -95,6 +95,20 @@ GEMMA4: dict[str, Any] = {
     "hidden_size_per_layer_input": 0,
     "use_double_wide_mlp": False,
 }
+# A plain decoder, whose head `add_head` writes as a layer after the last.
+AFTER_LAST: dict[str, Any] = {
+    "model_type": "qwen3",
+    "head_dim": 16,
+    "num_nextn_predict_layers": 1,
+}
+# What the modules of a head are called there.
+LATER_NAMES: dict[str, str] = {
+    "pre_fc_norm_embedding.": "enorm.",
+    "pre_fc_norm_hidden.": "hnorm.",
+    "fc.": "eh_proj.",
+    "norm.": "shared_head.norm.",
+    "layers.0.": "",
+}
 # No rotary positions: no logits depend on how much each row has read.
 ABSOLUTE: dict[str, Any] = {
     "model_type": "gpt2",
@@ -138,11 +152,7 @@ def write_chat(folder: Path, seed: int = 0, **config: Any) -> Path:
     whole = {**LLAMA, **ids, **config}
     (folder / "config.json").write_text(json.dumps(whole))
     mx.random.seed(seed)
-    kind = whole["model_type"]
-    if kind.startswith("qwen3_5"):  # mlx-lm knows these by their outer name
-        kind = kind.removesuffix("_text")
-    classes: Any = _get_classes({**whole, "model_type": kind})
-    model = classes[0](classes[1].from_dict(whole))
+    model = make_model(whole)
     # Wide weights, so that the likeliest token is likeliest by far and depends on its past.
     named: Any = tree_flatten(model.parameters())
     weights = {name: array * (1 if array.ndim == 1 else 3) for name, array in named}
@@ -150,8 +160,18 @@ def write_chat(folder: Path, seed: int = 0, **config: Any) -> Path:
     return folder
 
 
+def make_model(config: dict[str, Any]) -> Any:
+    """Return mlx-lm's model with random weights."""
+    kind = config["model_type"]
+    if kind.startswith("qwen3_5"):  # mlx-lm knows these by their outer name
+        kind = kind.removesuffix("_text")
+    classes: Any = _get_classes({**config, "model_type": kind})
+    return classes[0](classes[1].from_dict(config))
+
+
 def add_head(folder: Path, seed: int = 7, *, is_right: bool = False) -> Path:
-    """Add an MTP head with random weights to a model of Qwen3.5's kind, as converters store it.
+    """Add an MTP head with random weights to a model, as converters store it: `mtp.*` for Qwen3.5's
+    kind, a layer after the last for others.
 
     If it `is_right`, most guesses are: the model's layers and the head's are made to add little to
     a token's embedding, which the head passes on.
@@ -159,18 +179,18 @@ def add_head(folder: Path, seed: int = 7, *, is_right: bool = False) -> Path:
     whole = json.loads((folder / "config.json").read_text())
     config = whole.get("text_config", whole)
     mx.random.seed(seed)
-    arguments: Any = TextModelArgs
-    head: Any = MtpHead(arguments.from_dict(config))
+    model = make_model(config)
+    head: Any = MtpHead(getattr(model, "language_model", model))
     named: Any = tree_flatten(head.parameters())
     file = folder / "model.safetensors"
     weights: Any = mx.load(str(file))
     weights = dict(weights)
     for name, array in named:
-        weights[f"language_model.mtp.{name}"] = array * (3 if array.ndim > 1 else 1)
+        weights[_stored(name, config)] = array * (3 if array.ndim > 1 else 1)
     if is_right:
         width = config["hidden_size"]
         passed = mx.concatenate([mx.eye(width), mx.zeros((width, width))], axis=1)
-        weights["language_model.mtp.fc.weight"] = passed
+        weights[_stored("fc.weight", config)] = passed
         for name in weights:
             if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")):
                 weights[name] = weights[name] * 0.005
@@ -207,6 +227,15 @@ def write_assistant(folder: Path, target: Path, seed: int = 9, **config: Any) ->
         weights["masked_embedding.token_ordering"] = order.astype(mx.int32)
     mx.save_safetensors(str(folder / "model.safetensors"), weights)
     return folder
+
+
+def _stored(name: str, config: dict[str, Any]) -> str:
+    """Return what a head's array is called in a file."""
+    if config["model_type"].startswith("qwen3_5"):
+        return f"language_model.mtp.{name}"
+    start = next(start for start in LATER_NAMES if name.startswith(start))
+    place = config["num_hidden_layers"]
+    return f"model.layers.{place}.{LATER_NAMES[start]}{name.removeprefix(start)}"
 
 
 def write_reciting(
@@ -280,9 +309,11 @@ def merge_adapter(folder: Path, base: Path, adapter: Path) -> Path:
 
 
 def _projections(base: Path) -> dict[str, mx.array]:
+    """Return a model's projections, without its head's."""
     weights: Any = mx.load(str(base / "model.safetensors"))
+    own = Checkpoint("base", base).tensors()
     return {
         name: each
         for name, each in weights.items()
-        if name.endswith("_proj.weight") and ".mtp." not in name
+        if name.endswith("_proj.weight") and name in own
     }

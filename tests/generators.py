@@ -1,4 +1,4 @@
-"""Generators: tests that make their own cases share forty seconds of a run.
+"""Generators: tests that make their own cases share twenty-four seconds of a run.
 
 `@pytest.mark.generator(weight=1)` gives a test its share, of processor seconds. Once that is spent
 the test has passed with the examples it had: no run becomes longer by the generators that come in,
@@ -19,7 +19,7 @@ import pytest
 from hypothesis.errors import StopTest, UnsatisfiedAssumption
 
 MARK = "generator"
-SECONDS = float(os.environ.get("GENERATOR_SECONDS", "40"))
+SECONDS = float(os.environ.get("GENERATOR_SECONDS", "24"))
 LEAST = 6  # examples that each runs, whatever they take
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-import httpx
+import httpx2
 import pytest
 
 from tests.engine.vision.harness import write_seeing
@@ -116,7 +116,7 @@ def test_the_model_of_the_agents_is_pulled_served_and_removed(folder: Path, tmp_
         with started(command(*words_of("mlx-gateway serve")), tmp_path, **own) as served:
             body = {"model": "qwen3.5-9b", "max_tokens": 2}
             body["messages"] = [{"role": "user", "content": "What is here?"}]
-            answer = httpx.post(f"{served.url}/v1/chat/completions", json=body, timeout=60).json()
+            answer = httpx2.post(f"{served.url}/v1/chat/completions", json=body, timeout=60).json()
             assert answer["choices"][0]["finish_reason"] == "length", answer
         assert len(hub.asked) == asked
         removed = ran(ROOT, *words_of("mlx-gateway rm"), "--yes", **own)
@@ -137,8 +137,8 @@ def test_make_serve_serves_two_small_models(tmp_path: Path) -> None:
     asked = ["make", "-C", str(ROOT), "serve", f"VENV={venv}"]
     with started(asked, tmp_path) as served:
         try:
-            listed = httpx.get(f"{served.url}/v1/models").json()["data"]
-            ready = httpx.get(f"{served.url}/ready")
+            listed = httpx2.get(f"{served.url}/v1/models").json()["data"]
+            ready = httpx2.get(f"{served.url}/ready")
         finally:
             served.process.terminate()  # make hands it on
             served.process.wait(60)

@@ -363,7 +363,7 @@ class ChatSpec(_Spec):
     checks several at a time. Answers stay the same.
     """
     mtp_head: bool = True
-    """Whether the head for multi-token prediction that some files have (Qwen3.5's) guesses tokens.
+    """Whether the head for multi-token prediction that some files have guesses tokens.
     If false, its weights are not loaded.
     """
     base: Name | None = None

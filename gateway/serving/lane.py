@@ -23,7 +23,7 @@ from types import MappingProxyType
 from typing import Any, TypeVar, TypeVarTuple
 
 from gateway import clock, logs, metrics
-from gateway.errors import ShuttingDown, Unavailable
+from gateway.errors import GatewayError, ShuttingDown, Unavailable
 from gateway.panics import as_exception
 from gateway.serving.faults import DeviceHealth
 
@@ -230,6 +230,8 @@ class Lane:
         work = _Work(beat, function, args)
         queued = clock.now()
         self._work.put(work)
+        if self.has_died:  # meanwhile, so that the thread may have told its last call already
+            work.fail(_stopped())
         try:
             await asyncio.shield(work.done)
         except asyncio.CancelledError:
@@ -252,7 +254,7 @@ class Lane:
     def _check(self) -> None:
         if not self.is_alive:
             if self.has_died:
-                raise Unavailable("The engine has stopped.", retry_after_s=1)
+                raise _stopped()
             raise ShuttingDown
 
     def _run_thread(self) -> None:
@@ -264,7 +266,8 @@ class Lane:
             except BaseException:  # such as SystemExit, which ends a thread
                 self.has_died = True  # set before the waiting caller can queue another call
                 log.critical("lane_died", kind=work.beat.kind, exc_info=True)
-                work.fail(Unavailable("The engine has stopped.", retry_after_s=1))
+                work.fail(_stopped())
+                self._refuse_queued()
                 break
             self.beat = None
             del work  # this thread must not keep the result, which may hold arrays
@@ -275,6 +278,13 @@ class Lane:
             self.beat = None
             with contextlib.suppress(RuntimeError):  # the loop closed meanwhile
                 self._loop.call_soon_threadsafe(self._has_ended.set)
+
+    def _refuse_queued(self) -> None:
+        # A task that was cancelled as it waited for the lane may have queued a call.
+        with contextlib.suppress(queue.Empty):
+            while True:
+                if (work := self._work.get_nowait()) is not None:
+                    work.fail(_stopped())
 
     def _settle(self, owner: str) -> None:
         # MLX raises the error of unfinished work once, at the first wait, which must not be in
@@ -296,6 +306,10 @@ class Lane:
         self._release()
         await self._has_ended.wait()  # unlike `join` on another thread, this can be cancelled
         self._thread.join()
+
+
+def _stopped() -> GatewayError:
+    return Unavailable("The engine has stopped.", retry_after_s=1)
 
 
 class Turn:

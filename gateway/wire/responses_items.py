@@ -341,16 +341,18 @@ def to_messages(
     if not messages:
         raise BadRequest("Invalid 'input': it has no messages.", param="input")
     turns: list[list[Message]] = []
+    has_text = False  # whether any part of the last turn has one
     for message in messages:
         turn = turns[-1] if turns else []
         is_part = bool(turn) and turn[-1].role == message.role == "assistant"
         # A text right after a text begins another message, and so does a thought after any text.
-        said = [part for part in turn if part.content]
-        is_next = said and (message.thoughts or (message.content and said[-1] is turn[-1]))
+        is_next = has_text and (message.thoughts or (message.content and turn[-1].content))
         if is_part and not is_next:
             turn.append(message)
+            has_text = has_text or bool(message.content)
         else:
             turns.append([message])
+            has_text = bool(message.content)
     return [_joined(turn) if len(turn) > 1 else turn[0] for turn in turns]
 
 

@@ -194,3 +194,15 @@ async def test_an_error_before_the_body_is_read_has_coheres_message(
 async def test_version_1_with_inputs_is_teis(client: AsyncClient) -> None:
     answer = await post(client, "/v1/embed", inputs=["a"], texts=["a"])
     assert isinstance(answer.json(), list)
+
+
+async def test_a_limit_that_leaves_nothing_of_a_text_is_refused(client: AsyncClient) -> None:
+    """All texts had the same vector, since only the prompt was left of them."""
+    for path in PATHS:
+        asked = {"texts": ["ab", "cd"], "input_type": "search_query"}
+        refused = await post(client, path, max_tokens=1, **asked)
+        assert refused.status_code == 400
+        message = refused.json()["message"]
+        assert message.startswith("'max_tokens' is 1, which leaves only"), message
+        assert message.endswith("input 0: it should be at least 2."), message
+        assert (await post(client, path, max_tokens=2, **asked)).status_code == 200

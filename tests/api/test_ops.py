@@ -26,7 +26,7 @@ async def test_ready_waits_for_what_is_preloaded_while_health_does_not(tmp_path:
     engines = ScriptedEngines()
     engines.load_gate.close()
     async with served(catalog(tmp_path, {"writer": WRITER}), engines, wait_ready=False) as client:
-        await asyncio.to_thread(engines.load_gate.reached.wait, 5)
+        await asyncio.to_thread(engines.load_gate.reached.wait, 60)
         assert (await client.get("/health")).status_code == 200
         waiting = await client.get("/ready")
         assert waiting.status_code == 503

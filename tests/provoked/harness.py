@@ -62,7 +62,7 @@ def counted(model: str, stage: str) -> float:
 
 
 async def reached(gate: Gate) -> None:
-    assert await asyncio.to_thread(gate.reached.wait, 5)
+    assert await asyncio.to_thread(gate.reached.wait, 60)
 
 
 async def inside(client: httpx2.AsyncClient, count: int) -> None:

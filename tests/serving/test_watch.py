@@ -105,7 +105,7 @@ async def held(lane: Lane, gate: Gate, kind: str = "test") -> "asyncio.Task[None
 
     gate.close()
     holding = asyncio.create_task(hold())
-    await asyncio.to_thread(gate.reached.wait, 5)
+    await asyncio.to_thread(gate.reached.wait, 60)
     return holding
 
 

@@ -7,6 +7,7 @@ cross_encoder     rerankers with a classification head on an encoder
 label_scorer      rerankers on a causal model
 tokenizer         texts → token ids
 bert              BERT, RoBERTa and XLM-RoBERTa encoders
+packed            BERT's layers on a CPU with AVX-512, their weights packed once
 rotary_bert       BERT with rotary positions: nomic-bert, GTE, jina-embeddings-v3
 modernbert        the ModernBERT encoder
 decoder           a decoder-only model as an embedder

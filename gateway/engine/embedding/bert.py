@@ -9,7 +9,15 @@ from typing import Any, Final
 
 import mlx.core as mx
 
-from gateway.engine.device import Device, pick_dtype
+from gateway.engine.device import Device, clear_cache, cpu_threads, pick_dtype
+from gateway.engine.embedding.packed import (
+    Kernels,
+    NormInPlace,
+    PackedLayer,
+    PackedLayers,
+    find_kernels,
+    pack_dense,
+)
 from gateway.engine.models.checkpoint import (
     Checkpoint,
     dequantize,
@@ -142,6 +150,23 @@ def make_layer(
     )
 
 
+def pack_layer(layer: BertLayer, kernels: Kernels) -> PackedLayer:
+    """Pack the weights of a layer with GELU, without gate and rotation. Must run on the lane."""
+    qkv, attention_out, up, down = (
+        pack_dense(dense.weight, dense.bias, kernels)
+        for dense in (layer.qkv, layer.attention_out, layer.up, layer.down)
+    )
+    attention_norm, norm = (
+        NormInPlace(each.weight, each.bias, each.epsilon)
+        for each in (layer.attention_norm, layer.norm)
+    )
+    packed = PackedLayer(qkv, attention_out, attention_norm, up, down, norm, layer.heads)
+    mx.eval(arrays_of(packed))  # the threads that read them cannot compute them
+    return packed
+
+
+# More are not measured: OpenBLAS divides a short text between its threads, packed layers do not.
+MOST_THREADS: Final = 2
 POSITIONS: Final = "embeddings.position_embeddings.weight"
 TYPES: Final = "embeddings.token_type_embeddings.weight"
 # Ignored weights: buffers, and the heads of task models.
@@ -302,6 +327,11 @@ class Bert:
             )
             for prefix in (f"encoder.layer.{index}." for index in range(config.layers))
         ]
+        is_plain = config.activation == "gelu" and rotate is None and not config.is_gated
+        is_here = device is Device.CPU and cpu_threads() <= MOST_THREADS
+        is_packed = is_here and is_plain and weights_dtype == mx.float32
+        self._kernels = find_kernels() if is_packed else None
+        self._packed = PackedLayers(cpu_threads())  # all layers, or none
 
     def __call__(
         self, tokens: mx.array, mask: mx.array | None, types: mx.array | None = None
@@ -316,13 +346,23 @@ class Bert:
             x = x + types[..., None].astype(self._dtype) * self._second
         x = self._norm(x.reshape(rows * length, self.dimensions))
         yield x.reshape(shape)
+        if self._packed.layers:
+            yield from (state.reshape(shape) for state in self._packed(x, bias, rows))
+            return
         for layer in self._layers:
             x = layer(x, bias, rows)
             yield x.reshape(shape)
 
+    def pack_in_steps(self) -> Iterator[None]:
+        """Pack the weights, one layer per step, if there are kernels. Must run on the lane."""
+        while self._kernels is not None and self._layers:
+            self._packed.layers.append(pack_layer(self._layers.pop(0), self._kernels))
+            clear_cache()  # frees the weights that were packed
+            yield
+
     def parameters(self) -> list[mx.array]:
-        parts = [self.words, self._positions, self._second, self._norm, self._layers]
-        return arrays_of(parts)
+        parts = [self.words, self._positions, self._second, self._norm]
+        return arrays_of([*parts, *self._layers, *self._packed.layers])
 
     def _position_vectors(self, tokens: mx.array) -> mx.array:
         return self._positions[: tokens.shape[1]]

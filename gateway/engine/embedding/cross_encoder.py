@@ -10,6 +10,7 @@ import mlx.core as mx
 from gateway.engine.compiled_code import unfused
 from gateway.engine.device import Device
 from gateway.engine.embedding.bert import (
+    Bert,
     Dense,
     Norm,
     arrays_of,
@@ -198,6 +199,8 @@ def load_cross_encoder_in_steps(
     encoder = open_encoder(inner, config, device, dtype)
     head = _open_head(inner, config, device, encoder)
     yield from read_in_slices(inner, [*encoder.parameters(), *arrays_of(head)])
+    if isinstance(encoder, Bert):
+        yield from encoder.pack_in_steps()
     yield CrossEncoderEngine(
         name,
         encoder,

@@ -106,6 +106,8 @@ def load_embedding_in_steps(
             saved |= {"prompts": {}, "default_prompt_name": None}
     parts = [*projections, *heads.values()]
     yield from read_in_slices(inner, [*encoder.parameters(), *arrays_of(parts)])
+    if isinstance(encoder, Bert):
+        yield from encoder.pack_in_steps()
     # Decoder isn't imported here: mlx-lm takes a second to import.
     if hasattr(encoder, "replace_missing"):
         yield from encoder.replace_missing(name, device, report)

@@ -30,7 +30,8 @@ class StatesCache(_Base):  # type: ignore[misc]
         # The states before the last pass, while a rollback may need them.
         self.earlier: list[mx.array | None] | None = None
         # A model with an MTP head sets `recent`: the hidden states of a pass that may be undone,
-        # (rows, n, width). After a rollback, the first `known[i]` of row i are of accepted tokens.
+        # (rows, n, width). After a rollback by which tokens are read again, the first `known[i]` of
+        # row i are of accepted tokens.
         self.recent: mx.array | None = None
         self.known: tuple[int, ...] = ()
 
@@ -51,6 +52,14 @@ class StatesCache(_Base):  # type: ignore[misc]
             self.cache = [_choose_rows(rows, before, now) for before, now in pairs]
         self.earlier = None
 
+    def choose(self, places: Sequence[int | None]) -> None:
+        """Set each row's state to the one at its place of `recent`, if it is not None."""
+        assert self.recent is not None
+        chosen = mx.array([place or 0 for place in places])[:, None, None]
+        state = mx.take_along_axis(self.recent, chosen, axis=1)
+        self.cache = [_choose_rows([p is not None for p in places], state, self.cache[0])]
+        self.earlier = self.recent = None
+
     def filter(self, batch_indices: Sequence[int]) -> None:
         super().filter(batch_indices)
         if self.recent is not None:
@@ -62,7 +71,7 @@ class StatesCache(_Base):  # type: ignore[misc]
             ]
 
     def extend(self, other: "StatesCache") -> None:
-        self.recent = None
+        self.recent = _join_rows(self, other) if self.earlier or other.earlier else None
         if self.earlier is not None or other.earlier is not None:
             before: Any = ArraysCache(0)
             joining: Any = ArraysCache(0)
@@ -76,6 +85,18 @@ class StatesCache(_Base):  # type: ignore[misc]
         row = StatesCache(len(self.cache))
         row.cache = [None if state is None else state[idx : idx + 1] for state in self.cache]
         return row
+
+
+def _join_rows(one: StatesCache, other: StatesCache) -> mx.array | None:
+    """Return the `recent` of both; what a row has none of is never looked at."""
+    given = [each.recent for each in (one, other) if each.recent is not None]
+    if not given:
+        return None
+    width, joined = max(each.shape[1] for each in given), list[Any]()
+    for cache in (one, other):
+        recent: Any = cache.cache[0] if cache.recent is None else cache.recent
+        joined.append(mx.pad(recent, [(0, 0), (0, width - recent.shape[1]), (0, 0)]))
+    return mx.concatenate(joined)
 
 
 def _choose_rows(
@@ -169,16 +190,22 @@ def _view(leaf: Any) -> Any:
 def go_back(layers: Sequence[Any], dropped: Sequence[int], read: Sequence[int]) -> None:
     """Remove the last `dropped[i]` of the `read[i]` tokens that a pass read of each row i.
 
-    If a layer has states, a row that drops any tokens drops all tokens of the pass.
+    If a layer has states, a row that drops any tokens drops all tokens of the pass. States of an
+    MTP head alone are chosen from those of the pass.
     """
     states = [layer for layer in layers if isinstance(layer, StatesCache)]
     goes_back = [count > 0 for count in dropped]
     counts = tuple(dropped)
-    if states:
+    is_reread = any(layer.recent is None for layer in states)
+    if is_reread:
         counts = tuple(n if gone else 0 for n, gone in zip(read, goes_back, strict=True))
     for layer in states:
-        layer.known = tuple(map(sub, counts, dropped))
-        layer.go_back(goes_back)
+        if is_reread:
+            layer.known = tuple(map(sub, counts, dropped))
+            layer.go_back(goes_back)
+        else:
+            pairs = zip(read, dropped, strict=True)
+            layer.choose([n - gone - 1 if gone else None for n, gone in pairs])
     if not any(counts):
         return
     for layer in layers:

@@ -13,7 +13,7 @@ notes            the parts of a config that a model ignores; how its answers wer
 corrections      corrections of faults in mlx-lm's classes
 ropes            corrections of rotary positions
 configs          config.json translated to the keys that mlx-lm's classes read
-mtp_head         the head with which Qwen3.5 guesses tokens
+mtp_head         the heads with which models guess tokens
 own_classes      model families that mlx-lm has no class for
 unread           keys and arrays that mlx-lm's classes ignore
 family_defaults  transformers' default values for a config

@@ -23,6 +23,7 @@ KV_GROUP_SIZES: Final = (64, 32)
 ASSISTANTS: Final = ("gemma4_assistant", "gemma4_unified_assistant")
 # Names of weights for images, sound or drafts.
 TOWER: Final = r"visual|(embed_)?(vision|audio)\w*|\w*(projector|tower|embedder)|mtp\w*"
+_PLACE: Final = re.compile(r"model\.layers\.(\d+)\.")
 _TOWER: Final = re.compile(rf"(^|.*\.)({TOWER})(\..*|$)")
 
 
@@ -64,12 +65,21 @@ class Checkpoint(Folder):
 
     def tensors(self) -> dict[str, Tensor]:
         """List the arrays, except weights for images, sound and drafts."""
-        has_towers = self.config().get("model_type") == "muse_spark"  # only this class uses them
+        config = self.config()
+        has_towers = config.get("model_type") == "muse_spark"  # only this class uses them
+        # The layers after these are heads that draft tokens.
+        layers = config.get("num_hidden_layers") if config.get("num_nextn_predict_layers") else None
         return {
             name: tensor
             for name, tensor in self.all_tensors().items()
-            if has_towers or not _TOWER.fullmatch(name)
+            if (has_towers or not _TOWER.fullmatch(name)) and not is_later(name, layers)
         }
+
+
+def is_later(name: str, layers: Any) -> bool:
+    """Return True if an array is of a layer after the last of `layers`; never for None."""
+    place = _PLACE.match(name)
+    return isinstance(layers, int) and place is not None and int(place[1]) >= layers
 
 
 @contextlib.contextmanager

@@ -53,8 +53,8 @@ def open_decoder(
         config.setdefault("tie_word_embeddings", not any(map(_HEAD.search, weights)))
         chosen = classes(config)
         check_depth(config, chosen[1], weights)
-        if has_head and has_mtp_head(config, weights):
-            chosen = with_head(chosen, weights, is_quantized="quantization" in config)
+        if has_mtp_head(config, weights):
+            chosen = with_head(chosen, config, weights, is_used=has_head)
         return chosen
 
     about = "mlx-lm makes no model of config.json and these weights: "

@@ -93,8 +93,8 @@ def arithmetic(
 # erfc(a sqrt(2)) = 1 / p(a)^16, where p(a) = (q(a)^2 + P[0])^2 + P[1] and q is a cubic with the
 # coefficients Q, highest first. The fit has an error of 2e-7 in a * erfc. The form is a variant of
 # Abramowitz and Stegun, Handbook of Mathematical Functions, 7.1.28.
-_Q: Final = (0.0078602723, -0.0285819363, 0.2922924988, 0.4173043838)
-_P: Final = (0.0302346432, 0.9582307320)
+GELU_Q: Final = (0.0078602723, -0.0285819363, 0.2922924988, 0.4173043838)
+GELU_P: Final = (0.0302346432, 0.9582307320)
 
 
 @partial(mx.compile, shapeless=True)
@@ -102,11 +102,11 @@ def gelu(x: mx.array) -> mx.array:
     """Return GELU with an error below 1e-6: x / 2 + a - a * erfc(a * sqrt(2)) with a = |x| / 2."""
     half = x * 0.5
     size = mx.abs(half)
-    power = size * _Q[0]
-    for coefficient in _Q[1:3]:
+    power = size * GELU_Q[0]
+    for coefficient in GELU_Q[1:3]:
         power = (power + coefficient) * size
-    power = power + _Q[3]
-    for constant in _P:
+    power = power + GELU_Q[3]
+    for constant in GELU_P:
         power = mx.square(power) + constant
     for _ in range(4):
         power = mx.square(power)

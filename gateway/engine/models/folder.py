@@ -133,6 +133,11 @@ class Folder:
         return tensors
 
     def _weight_files(self) -> list[str]:
+        """List the files of the model, and those beside them of its MTP head."""
+        beside = sorted(path.name for path in self.folder.glob("mtp*.safetensors"))
+        return sorted({*self._model_files(), *beside})
+
+    def _model_files(self) -> list[str]:
         if (self.folder / "model.safetensors").is_file():
             return ["model.safetensors"]
         index = self.read_object(_INDEX)

@@ -1,12 +1,13 @@
-"""The head with which a model of Qwen3.5 guesses the token after the next one (multi-token
-prediction).
+"""The head with which a model guesses the token after the next one (multi-token prediction).
 
-mlx-lm drops the head's weights, `mtp.*`. The head's input is as in vLLM (qwen3_5_mtp.py): the
-embedding of a token, and the normed hidden state of the token before it.
+mlx-lm drops the heads' weights: `mtp.*` of Qwen3.5, `model.mtp_layers.*` of MiMo and, in the layout
+of DeepSeek V3, the layer after the last. A head's input is as in vLLM (qwen3_5_mtp.py, mimo_mtp.py,
+deepseek_mtp.py): the embedding of a token, and the normed hidden state of the token before it.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from inspect import signature
 from typing import Any, Final
 
 import mlx.core as mx
@@ -15,14 +16,29 @@ from mlx.nn.layers.linear import Linear
 from mlx.nn.layers.normalization import RMSNorm
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ArraysCache, KVCache
-from mlx_lm.models.qwen3_5 import DecoderLayer
 
-from gateway.engine.models.checkpoint import Checkpoint
+from gateway.engine.models.checkpoint import Checkpoint, is_later
 from gateway.engine.models.folder import Tensor, join_names
 from gateway.engine.models.own_classes import Classes, Weights, stack_experts
 
-TYPES: Final = ("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text")
-_OWN: Final = re.compile(r"(?:(?:language_)?model\.)*mtp\.(.+)")
+_QWEN: Final = r"(?:(?:language_)?model\.)*mtp\.(.+)"
+# The layer's copies of the model's embedding and output layer are left out.
+_AFTER_LAST: Final = r"model\.layers\.{layers}\.(?!embed_tokens\.|shared_head\.head\.)(.+)"
+_MIMO: Final = r"model\.mtp_layers\.0\.(.+)"
+# The names of a head's arrays, by model_type.
+_NAMES: Final[Mapping[str, str]] = {
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text"), _QWEN),
+    **dict.fromkeys(("deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen3"), _AFTER_LAST),
+    "mimo": _MIMO,
+}
+# What other families call the modules of `MtpHead`.
+_MODULES: Final[Mapping[str, str]] = {
+    **dict.fromkeys(("enorm", "token_layernorm"), "pre_fc_norm_embedding"),
+    **dict.fromkeys(("hnorm", "hidden_layernorm"), "pre_fc_norm_hidden"),
+    **dict.fromkeys(("eh_proj", "input_proj"), "fc"),
+    **dict.fromkeys(("shared_head.norm", "final_layernorm"), "norm"),
+}
+_FIRST: Final = "model.layers.0."
 _WHOLE: Final = "experts.gate_up_proj"
 # The names of a head's norms whose kind the model's layers have too.
 _LAYER_NORM: Final = re.compile(r"layers\.0\.(.*norm\.weight)")
@@ -34,21 +50,32 @@ class MtpHead(Module):
     Its KV has a place for each token. The first token has no state before it, so it is masked.
     """
 
-    def __init__(self, args: Any) -> None:
+    def __init__(self, text: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # its stub has no types
+        args, layers = text.args, text.model.layers
         width, epsilon = args.hidden_size, args.rms_norm_eps
         self.pre_fc_norm_embedding = RMSNorm(width, epsilon)
         self.pre_fc_norm_hidden = RMSNorm(width, epsilon)
         self.fc = Linear(2 * width, width, bias=False)
-        self.layers = [DecoderLayer(args, args.full_attention_interval - 1)]
+        # A hybrid model's last layer of each interval has full attention.
+        place = getattr(args, "full_attention_interval", len(layers) + 1) - 1
+        kind = type(layers[-1])
+        self.layers = [kind(args, place) if len(signature(kind).parameters) > 1 else kind(args)]
         self.norm = RMSNorm(width, epsilon)
+        # Whether the states that the next guess is made from are normed.
+        self.feeds_normed = _NAMES.get(args.model_type) != _AFTER_LAST
 
     def __call__(self, hidden: mx.array, embedded: mx.array, kv: Any) -> mx.array:
         """Return the hidden states, (rows, n, width), that the next tokens are guessed from."""
         mask = kv.make_mask(hidden.shape[1], return_array=True)
         mask = mask & (mx.arange(mask.shape[-1]) > 0)
-        guessed: mx.array = self.norm(self.layers[0](self._join(hidden, embedded), mask, kv))
-        return guessed
+        guessed: mx.array = self.layers[0](self._join(hidden, embedded), mask, kv)
+        return self.norm(guessed) if self.feeds_normed else guessed
+
+    def finish(self, hidden: mx.array) -> mx.array:
+        """Return what the logits of a guess are made from."""
+        finished: mx.array = hidden if self.feeds_normed else self.norm(hidden)
+        return finished
 
     def follow(self, hidden: mx.array, embedded: mx.array, kv: Any) -> None:
         """Add pairs to the KV. Nothing else is computed, because nothing evaluates it."""
@@ -61,11 +88,24 @@ class MtpHead(Module):
         return joined
 
 
-def with_head(classes: Classes, found: Weights, *, is_quantized: bool) -> Classes:
-    """Return the classes of a model with the head whose weights are in `found`."""
-    base, arguments = classes
+def with_head(
+    classes: Classes, config: Mapping[str, Any], found: Weights, *, is_used: bool
+) -> Classes:
+    """Return the classes of a model with the head whose weights are in `found`.
 
-    class Model(base):  # type: ignore[misc, valid-type]  # chosen at run time
+    If not `is_used`, these weights are dropped.
+    """
+    base, arguments = classes
+    names, packing = _head_names(config, found), config.get("quantization")
+    pattern = _NAMES[config["model_type"]]
+
+    class Headless(base):  # type: ignore[misc, valid-type]  # chosen at run time
+        def sanitize(self, weights: Weights) -> Weights:
+            layers = len(self.layers)
+            rest = {name: each for name, each in weights.items() if not is_later(name, layers)}
+            return super().sanitize(rest)  # type: ignore[no-any-return]
+
+    class Model(Headless):
         """A model that keeps its head's KV, and the hidden state of each row's last token.
 
         They are the last two of its caches.
@@ -73,73 +113,94 @@ def with_head(classes: Classes, found: Weights, *, is_quantized: bool) -> Classe
 
         def __init__(self, args: Any) -> None:
             super().__init__(args)
-            self.language_model.mtp = MtpHead(self.language_model.args)
             self.head_fault = ""  # why the head is not used
             self._is_checked = False
+            self._text.mtp = MtpHead(self._text)
+
+        @property
+        def _text(self) -> Any:
+            return getattr(self, "language_model", self)
 
         def __call__(
             self, inputs: mx.array, cache: Any = None, input_embeddings: mx.array | None = None
         ) -> mx.array:
-            text = self.language_model
-            hidden = text.model(inputs, cache, input_embeddings=input_embeddings)
+            text = self._text
+            given = {} if input_embeddings is None else {"input_embeddings": input_embeddings}
+            hidden = text.model(inputs, cache, **given)
             if cache is not None and not self.head_fault:
                 if input_embeddings is None:
                     input_embeddings = text.model.embed_tokens(inputs)
                 _follow(text.mtp, hidden, input_embeddings, *cache[-2:])
-            return self.score(hidden)
-
-        def score(self, hidden: mx.array) -> mx.array:
-            """Return the logits, (rows, n, vocabulary), of hidden states."""
-            text = self.language_model
-            is_tied = text.args.tie_word_embeddings
-            logits: mx.array = (text.model.embed_tokens.as_linear if is_tied else text.lm_head)(
-                hidden
-            )
-            return logits
+            return self._score(hidden)
 
         def guess(self, hidden: mx.array, tokens: mx.array, kv: Any) -> mx.array:
             """Return the head's states, (rows, n, width), after `tokens`, (rows, n)."""
-            text = self.language_model
+            text = self._text
             states: mx.array = text.mtp(hidden, text.model.embed_tokens(tokens), kv)
             return states
 
+        def score(self, states: mx.array) -> mx.array:
+            """Return the logits, (rows, n, vocabulary), of the head's states."""
+            return self._score(self._text.mtp.finish(states))
+
+        def _score(self, hidden: mx.array) -> mx.array:
+            text = self._text
+            output = text.lm_head if "lm_head" in text else text.model.embed_tokens.as_linear
+            logits: mx.array = output(hidden)
+            return logits
+
         def make_cache(self) -> list[Any]:
-            own: list[Any] = [] if self.head_fault else [ArraysCache(1), KVCache()]  # type: ignore[no-untyped-call]
-            return [*super().make_cache(), *own]
+            kv: Any = KVCache  # untyped in mlx-lm
+            is_plain = not hasattr(base, "make_cache")
+            layers = [kv() for _ in self.layers] if is_plain else super().make_cache()
+            return layers if self.head_fault else [*layers, ArraysCache(1), kv()]
 
         def sanitize(self, weights: Weights) -> Weights:
-            kept: dict[str, mx.array] = super().sanitize(dict(weights))
-            text = self.language_model
-            own = _name(found)
+            kept = dict(super().sanitize(weights))
+            text, own = self._text, {own: found[name] for name, own in names.items()}
+            if pattern == _QWEN:
+                own = _stack(own)
+            else:  # the class splits and stacks these as it does those of its own layers
+                own = _rename(super().sanitize({f"{_FIRST}{n}": each for n, each in own.items()}))
             if not self._is_checked:
                 self._is_checked = True
-                self.head_fault = _find_fault(own, text.mtp, is_quantized=is_quantized)
+                self.head_fault = _find_fault(own, text.mtp, is_quantized=packing is not None)
                 if self.head_fault:
                     text.pop("mtp")
             if self.head_fault:
                 return kept
-            is_raw = any("conv1d.weight" in n and a.shape[-1] != 1 for n, a in weights.items())
-            own = _add_ones(own, kept, is_raw=is_raw)
-            return kept | {f"language_model.mtp.{name}": array for name, array in own.items()}
+            if pattern == _QWEN:
+                is_raw = any("conv1d.weight" in n and a.shape[-1] != 1 for n, a in weights.items())
+                own = _add_ones(own, kept, is_raw=is_raw)
+            inner = "" if text is self else "language_model."
+            if packing is not None:  # mlx-lm looks these up after this
+                packing.update(_find_packing(own, text.mtp, f"{inner}mtp."))
+            return kept | {f"{inner}mtp.{name}": array for name, array in own.items()}
 
-    return Model, arguments
+    return Model if is_used else Headless, arguments
 
 
 def has_mtp_head(config: Mapping[str, Any], names: Iterable[str]) -> bool:
     """Return True if a model of a supported type has arrays of a head."""
-    return config.get("model_type") in TYPES and any(map(_OWN.fullmatch, names))
+    return bool(_head_names(config, names))
 
 
 def head_tensors(checkpoint: Checkpoint) -> dict[str, Tensor]:
     """List the arrays of a checkpoint's head; there are none if its type is not supported."""
     tensors = checkpoint.all_tensors()
-    has_head = has_mtp_head(checkpoint.config(), tensors)
-    return {name: each for name, each in tensors.items() if has_head and _OWN.fullmatch(name)}
+    return {name: tensors[name] for name in _head_names(checkpoint.config(), tensors)}
 
 
 def uses_head(model: Any) -> bool:
     """Return True if a loaded model has a head that fits it."""
     return getattr(model, "head_fault", None) == ""
+
+
+def _head_names(config: Mapping[str, Any], names: Iterable[str]) -> dict[str, str]:
+    """Return the names of a head's arrays, and their names within the head."""
+    pattern = _NAMES.get(str(config.get("model_type")), "")
+    own = re.compile(pattern.replace("{layers}", str(config.get("num_hidden_layers"))))
+    return {name: match[1] for name in names if (match := own.fullmatch(name))} if pattern else {}
 
 
 def _follow(head: MtpHead, hidden: mx.array, embedded: mx.array, states: Any, kv: Any) -> None:
@@ -157,10 +218,20 @@ def _follow(head: MtpHead, hidden: mx.array, embedded: mx.array, states: Any, kv
     states.advance(tokens)
 
 
-def _name(found: Weights) -> dict[str, mx.array]:
-    """Return a head's weights by their names in `MtpHead`."""
-    matches = {_OWN.fullmatch(name): array for name, array in found.items()}
-    own = dict(stack_experts({match[1]: array for match, array in matches.items() if match}))
+def _rename(found: Weights) -> dict[str, mx.array]:
+    """Return the weights of another family's head by their names in `MtpHead`."""
+    own = {}
+    for name, array in found.items():
+        module, _, part = name.removeprefix(_FIRST).rpartition(".")
+        if module == "input_proj":  # it takes the hidden state first
+            array = mx.roll(array, array.shape[-1] // 2, -1)
+        own[f"{_MODULES.get(module, f'layers.0.{module}')}.{part}"] = array
+    return own
+
+
+def _stack(found: Weights) -> dict[str, mx.array]:
+    """Return the weights of Qwen3.5's head with all experts in one array."""
+    own = dict(stack_experts(found))
     for name in [name for name in own if name.endswith(_WHOLE)]:
         start, whole = name.removesuffix(_WHOLE), own.pop(name)
         half = whole.shape[-2] // 2
@@ -187,6 +258,20 @@ def _find_fault(own: Mapping[str, mx.array], head: MtpHead, *, is_quantized: boo
     if packed and not is_quantized:
         unfit |= packed
     return f"it lacks or has others than these: {join_names(unfit)}" if unfit else ""
+
+
+def _find_packing(own: Weights, head: MtpHead, prefix: str) -> Iterator[tuple[str, dict[str, int]]]:
+    """Yield how each packed module is packed, which need not be as the model's modules are."""
+    module_head: Any = head
+    named: Any = tree_flatten(module_head.parameters())
+    widths = {name: array.shape[-1] for name, array in named}
+    for name in own:
+        module = name.removesuffix(".scales")
+        width = widths.get(f"{module}.weight")
+        if module != name and width is not None and f"{module}.biases" in own:
+            bits = own[f"{module}.weight"].shape[-1] * 32 // width
+            group = width // own[name].shape[-1]
+            yield f"{prefix}{module}", {"group_size": group, "bits": bits}
 
 
 def _add_ones(own: Mapping[str, mx.array], kept: Weights, *, is_raw: bool) -> dict[str, mx.array]:

@@ -5,6 +5,7 @@ the opcodes of a dict of tensors are followed, and nothing that they name is imp
 Source: torch, serialization.py and _utils.py, _rebuild_tensor_v2.
 """
 
+import io
 import math
 import pickletools
 import re
@@ -21,6 +22,8 @@ from gateway.engine.models.folder import Folder
 
 MOST_TENSORS: Final = 8  # a head has a weight and a bias; each name is a copy in memory
 PICKLE_BYTES: Final = 1 << 16
+DIRECTORY_BYTES: Final = 1 << 14  # about ten entries have 1 KiB; zipfile lists them all at once
+TUPLE_PARTS: Final = 16  # a tensor's arguments are at most seven, its storage's five
 _ORDERED: Final = "collections OrderedDict"
 _REBUILD: Final = "torch._utils _rebuild_tensor_v2"
 # The types in the file, and the types of the arrays.
@@ -57,7 +60,9 @@ def read_tensors(folder: Folder, file: str, most_bytes: int) -> dict[str, mx.arr
     try:
         if path.stat().st_size > most_bytes:
             raise ValueError(f"it has more than {most_bytes:,} bytes")
-        with ZipFile(path) as archive:
+        content = path.read_bytes()
+        _check_directory(content)
+        with ZipFile(io.BytesIO(content)) as archive:
             names = archive.namelist()
             [listing] = [name for name in names if re.fullmatch(r"[^/]+/data\.pkl", name)]
             root = listing.removesuffix("data.pkl")
@@ -81,6 +86,24 @@ def read_tensors(folder: Folder, file: str, most_bytes: int) -> dict[str, mx.arr
             f"{file} is not read, since it is not only a dict of tensors as torch.save writes it: "
             f'{error!s:.200}. To convert it, run in its folder: python -c "{script}"'
         ) from error
+
+
+def _check_directory(content: bytes) -> None:
+    """Raise ValueError for a long list of entries, by the end records that zipfile trusts.
+
+    Source: PKWARE, APPNOTE.TXT, 4.3.14 to 4.3.16.
+    """
+    wide, locator, end = content[-98:-42], content[-42:-22], content[-22:]
+    if len(end) < 22 or not end.startswith(b"PK\5\6") or not end.endswith(b"\0\0"):
+        raise ValueError("it is no zip archive, or one with a comment")
+    size = int.from_bytes(end[12:16], "little")
+    if locator.startswith(b"PK\6\7"):
+        place = int.from_bytes(locator[8:16], "little")
+        if not wide.startswith(b"PK\6\6") or place != len(content) - 98:
+            raise ValueError("its zip archive has its end records apart")
+        size = int.from_bytes(wide[40:48], "little")
+    if size > DIRECTORY_BYTES:
+        raise ValueError(f"the list of its entries has more than {DIRECTORY_BYTES:,} bytes")
 
 
 def _entry(archive: ZipFile, name: str, most_bytes: int) -> bytes:
@@ -116,6 +139,8 @@ def _follow(pickled: bytes) -> dict[str, _Stored]:
             stack.append(memo[argument])
         elif name == "TUPLE" or name in _TUPLES:
             count = _TUPLES.get(name) or len(stack) - marks.pop()
+            if count > TUPLE_PARTS:
+                raise ValueError(f"a tuple has {count} parts")
             stack.append(tuple(_pop(stack, count)))
         elif name == "REDUCE":
             stack.append(_rebuild(*_pop(stack, 2)))

@@ -1,9 +1,10 @@
 """Computes vectors of texts, and scores from their vectors, in passes that requests share."""
 
 import asyncio
+import contextlib
 import hashlib
 from collections import OrderedDict
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
@@ -13,7 +14,7 @@ import numpy.typing as npt
 
 from gateway import clock, metrics
 from gateway.clock import Stage
-from gateway.errors import BadRequest, ContextLengthExceeded, Part
+from gateway.errors import BadRequest, ContextLengthExceeded, Overloaded, Part
 from gateway.jobs import TokenIds, Vectors
 from gateway.jobs.embed import Embedded, EmbedJob, Output, TextOutputs
 from gateway.jobs.rerank import Reranked, RerankJob
@@ -25,6 +26,7 @@ from gateway.serving.ports import EmbeddingEngine
 from gateway.serving.tokenize import ThreadPools, tokenize
 
 Scores = npt.NDArray[np.float64]
+HELD_NUMBERS: Final = 1 << 26  # 256 MiB of a model's multi-vectors, of all requests together
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +112,7 @@ class EmbeddingBatcher(RowBatcher[TextRow, TextOutputs]):
         self.engine = engine
         self._pool = pool
         self._cache = EmbeddingCache(name, limits.cache_size)
+        self._numbers = 0  # numbers of the multi-vectors that requests hold together
 
     def adopt(self, limits: EmbeddingLimits) -> None:
         super().adopt(limits)
@@ -125,7 +128,9 @@ class EmbeddingBatcher(RowBatcher[TextRow, TextOutputs]):
             job = replace(job, outputs=self.engine.outputs[:1])
         check_outputs(self.engine, self._name, job.outputs)
         async with self._begin(job.caller, arrival) as expected:
-            return await self._embed(job, add_prompts(self.engine, self._name, job), expected)
+            prompt = choose_prompt(self.engine, self._name, job)
+            texts = [prompt + text for text in job.texts]
+            return await self._embed(job, texts, expected, [prompt])
 
     async def rerank(self, job: RerankJob, arrival: Arrival | None = None) -> Reranked:
         """Return a score for each document: (1 + cosine) / 2, or the cosine if `is_raw`.
@@ -133,6 +138,12 @@ class EmbeddingBatcher(RowBatcher[TextRow, TextOutputs]):
         A model without dense vectors compares multi-vectors, by `max_sims`. Raises the errors of
         `embed`.
         """
+        with contextlib.ExitStack() as held:
+            return await self._rerank(job, arrival, held)
+
+    async def _rerank(
+        self, job: RerankJob, arrival: Arrival | None, held: contextlib.ExitStack
+    ) -> Reranked:
         is_late = is_late_interaction(self.engine)
         output: Output = "multi_vector" if is_late else "dense"
         check_outputs(self.engine, self._name, (output,))
@@ -153,20 +164,25 @@ class EmbeddingBatcher(RowBatcher[TextRow, TextOutputs]):
                 if job.max_tokens_per_doc is not None:
                     start = len(self.engine.encode([document_prompt])[0])
                     max_tokens = min(max_tokens, start + job.max_tokens_per_doc)
-                if max_tokens < self.engine.max_tokens:
-                    cut = sum(len(row) > max_tokens for row in rows)
-                    rows = [self.engine.truncate(row, max_tokens) for row in rows]
+                if job.truncate or max_tokens < self.engine.max_tokens:
+                    rows, over = fit_to_context(
+                        rows, self.engine, max_tokens, truncate=True, prompts=[document_prompt]
+                    )
+                    cut = len(over)
                 asked = await self._tokenize(embed_job, queries, is_query=is_late)
                 if is_late:
                     most = self.engine.query_tokens
-                    asked, over = fit_to_context(asked, self.engine, most, truncate=job.truncate)
+                    asked, over = fit_to_context(
+                        asked, self.engine, most, truncate=job.truncate, prompts=[query_prompt]
+                    )
                     cut += len(over)
                 rows = [*asked, *rows]
                 if is_late:
-                    check_numbers(self.engine, rows, job.max_numbers, part="documents")
+                    held.enter_context(self._hold(rows, job.max_numbers, part="documents"))
                 embed_job, texts = replace(embed_job, token_rows=rows, texts=()), []
             try:
-                embedded = await self._embed(embed_job, texts, expected)
+                prompts = [query_prompt, document_prompt]
+                embedded = await self._embed(embed_job, texts, expected, prompts)
             except ContextLengthExceeded as error:
                 queried = await self._tokenize(embed_job, queries, is_query=is_late)
                 longest = max(map(len, queried))
@@ -204,7 +220,10 @@ class EmbeddingBatcher(RowBatcher[TextRow, TextOutputs]):
         asked = {output for row in rows for output in row.outputs}
         return self.engine.in_steps([row.ids for row in rows], asked)
 
-    async def _embed(self, job: EmbedJob, texts: Sequence[str], arrival: Arrival) -> Embedded:
+    async def _embed(
+        self, job: EmbedJob, texts: Sequence[str], arrival: Arrival, prompts: Sequence[str]
+    ) -> Embedded:
+        """Return the outputs of texts that begin with `prompts`, or of the job's rows of ids."""
         salt = job.caller.cache_salt
         kept_rows: list[EmbeddedText | None] = [None] * len(texts or job.token_rows)
         is_cached = bool(texts) and job.outputs == ("dense",) and job.max_tokens is None
@@ -213,7 +232,7 @@ class EmbeddingBatcher(RowBatcher[TextRow, TextOutputs]):
         missing = [index for index, row in enumerate(kept_rows) if row is None]
         if missing:
             new = await self._compute_texts(
-                job, [texts[index] for index in missing if texts], arrival
+                job, [texts[index] for index in missing if texts], arrival, prompts
             )
             for index, row in zip(missing, new, strict=True):
                 kept_rows[index] = row
@@ -235,22 +254,57 @@ class EmbeddingBatcher(RowBatcher[TextRow, TextOutputs]):
         return Embedded(vectors, tokens, truncated, sparse, matrices)
 
     async def _compute_texts(
-        self, job: EmbedJob, texts: Sequence[str], arrival: Arrival
+        self, job: EmbedJob, texts: Sequence[str], arrival: Arrival, prompts: Sequence[str]
     ) -> list[EmbeddedText]:
         is_query = is_late_interaction(self.engine) and job.prompt_name == ROLES[0]
         rows = await self._tokenize(job, texts, is_query=is_query)
         most = self.engine.query_tokens if is_query and texts else self.engine.max_tokens
         rows, truncated = fit_to_context(
-            rows, self.engine, most, truncate=job.truncate, max_tokens=job.max_tokens
+            *(rows, self.engine, most),
+            truncate=job.truncate,
+            max_tokens=job.max_tokens,
+            prompts=prompts,
         )
-        if "multi_vector" in job.outputs:
-            check_numbers(self.engine, rows, job.max_numbers)
         asked = [TextRow(row, job.outputs) for row in rows]
-        results = await self._queue(asked, job.caller.timings, arrival)
+        with contextlib.ExitStack() as held:
+            if "multi_vector" in job.outputs:
+                held.enter_context(self._hold(rows, job.max_numbers))
+            results = await self._queue(asked, job.caller.timings, arrival)
         return [
             EmbeddedText(result, len(row), index in truncated)
             for index, (row, result) in enumerate(zip(rows, results, strict=True))
         ]
+
+    @contextlib.contextmanager
+    def _hold(
+        self, rows: Sequence[TokenIds], max_numbers: int | None, part: Part = "prompt"
+    ) -> Iterator[None]:
+        """Count the numbers of the rows' multi-vectors while entered; None counts nothing.
+
+        Raises BadRequest for more than `max_numbers`, and Overloaded if all requests together would
+        have more than HELD_NUMBERS, unless the others have none.
+        """
+        width = self.engine.token_dimensions
+        tokens = sum(min(len(row), self.engine.max_tokens) for row in rows)
+        numbers = 0 if max_numbers is None else tokens * width
+        if max_numbers is not None and numbers > max_numbers:
+            raise BadRequest(
+                f"The texts have {tokens} tokens together, and a vector of {width} numbers each. "
+                f"A request may have those of {max_numbers // width} tokens: send fewer texts at "
+                "once.",
+                part=part,
+            )
+        if numbers and self._numbers and self._numbers + numbers > HELD_NUMBERS:
+            raise Overloaded(
+                f"The model `{self._name}` has the vectors of {self._numbers // width} tokens in "
+                "memory already.",
+                retry_after_s=self._tokens.retry_after_s(),
+            )
+        self._numbers += numbers
+        try:
+            yield
+        finally:
+            self._numbers -= numbers
 
     async def _tokenize(
         self, job: EmbedJob, texts: Sequence[str], *, is_query: bool = False
@@ -281,23 +335,6 @@ def check_outputs(engine: EmbeddingEngine, model: str, outputs: Sequence[Output]
         )
 
 
-def check_numbers(
-    engine: EmbeddingEngine,
-    rows: Sequence[TokenIds],
-    max_numbers: int | None,
-    part: Part = "prompt",
-) -> None:
-    """Raise BadRequest if the rows' multi-vectors would have more than `max_numbers`."""
-    tokens = sum(min(len(row), engine.max_tokens) for row in rows)
-    width = engine.token_dimensions
-    if max_numbers is not None and tokens * width > max_numbers:
-        raise BadRequest(
-            f"The texts have {tokens} tokens together, and a vector of {width} numbers each. "
-            f"A request may have those of {max_numbers // width} tokens: send fewer texts at once.",
-            part=part,
-        )
-
-
 def is_late_interaction(engine: EmbeddingEngine) -> bool:
     """Return True for a model, such as ColBERT, whose texts have one vector a token alone."""
     return "multi_vector" in engine.outputs and "dense" not in engine.outputs
@@ -306,25 +343,24 @@ def is_late_interaction(engine: EmbeddingEngine) -> bool:
 ROLES: Final = ("query", "document")  # prompt names that such a model has in any case
 
 
-def add_prompts(engine: EmbeddingEngine, model: str, job: EmbedJob) -> list[str]:
-    """Return the job's texts, each after the job's prompt or the model's default prompt.
+def choose_prompt(engine: EmbeddingEngine, model: str, job: EmbedJob) -> str:
+    """Return the job's prompt, or the model's default prompt, to put before each text.
 
     Raises BadRequest for a prompt that the model does not have.
     """
     if job.prompt_names is not None:
-        prompt = find_prompt(engine, job.prompt_names)
-        return [prompt + text for text in job.texts]
+        return find_prompt(engine, job.prompt_names)
     name = job.prompt_name or engine.default_prompt_name
     if not job.texts or name is None:
-        return list(job.texts)
+        return ""
     if is_late_interaction(engine) and name in ROLES and name not in engine.prompts:
-        return list(job.texts)
+        return ""
     if name not in engine.prompts:
         names = ", ".join(sorted(engine.prompts)) or "none"
         raise BadRequest(
             f"The model `{model}` has no prompt `{name}`; it has: {names}.", part="prompt_name"
         )
-    return [engine.prompts[name] + text for text in job.texts]
+    return engine.prompts[name]
 
 
 QUERY_PROMPTS: Final = ("query",)
@@ -378,11 +414,13 @@ def fit_to_context(
     *,
     truncate: bool,
     max_tokens: int | None = None,
+    prompts: Sequence[str] = ("",),
 ) -> tuple[list[TokenIds], set[int]]:
     """Return the rows, and the indices of the rows that had to be truncated.
 
     Without `truncate`, raises ContextLengthExceeded for a row of more tokens than the context, and
-    BadRequest for one that has more than `max_tokens`.
+    BadRequest for one that has more than `max_tokens`. Raises BadRequest for a cut that leaves only
+    special tokens and one of the `prompts`, which would give all texts the same vector.
     """
     limit = min(context, max_tokens or context)
     over = [index for index, row in enumerate(rows) if len(row) > limit]
@@ -392,6 +430,27 @@ def fit_to_context(
             raise ContextLengthExceeded(context, tokens, noun="input")
         message = f"Input {over[0]} has {tokens} tokens, and 'max_tokens' is {limit}."
         raise BadRequest(message, part="prompt")
+    # A prompt's last space belongs to the text's first token.
+    bare = engine.encode([prompt.rstrip(" ") for prompt in prompts]) if over else []
     for index in over:
+        if is_bare(engine, rows[index], limit, bare):
+            lengths = range(limit + 1, len(rows[index]))
+            enough = (n for n in lengths if not is_bare(engine, rows[index], n, bare))
+            least = next(enough, len(rows[index]))
+            name: str = "'max_tokens'"
+            part: Part = "max_tokens"
+            if limit == context:
+                name, part = "The model's limit", "prompt"
+            raise BadRequest(
+                f"{name} is {limit}, which leaves only special tokens and the prompt of input "
+                f"{index}: it should be at least {least}.",
+                part=part,
+            )
         rows[index] = engine.truncate(rows[index], limit)
     return rows, set(over)
+
+
+def is_bare(engine: EmbeddingEngine, row: TokenIds, limit: int, bare: Sequence[TokenIds]) -> bool:
+    """Return True if a cut row is too long still, or equal to one of the `bare` ones, also cut."""
+    kept = engine.truncate(row, limit)
+    return len(kept) > limit or any(kept == engine.truncate(one, limit) for one in bare)

@@ -264,6 +264,7 @@ class RowBatcher(Generic[R, T]):
         try:
             while results is None and not batch[0].request.is_over:
                 await turn.rest()
+                self._lane.health.check()
                 results = await turn(_advance, steps, self._pace.limit_s)
         finally:
             with contextlib.suppress(GatewayError):  # the lane has ended

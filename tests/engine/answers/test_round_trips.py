@@ -260,29 +260,32 @@ def written_file(form: Form) -> dict[str, Any]:
     return {"name": "write_file", "arguments": {"path": "a.py", "content": content}}
 
 
-def test_a_call_cut_at_any_place_is_text_or_whole(case: Case) -> None:
+@pytest.mark.parametrize("step", [5, pytest.param(1, marks=pytest.mark.soak)])
+def test_a_call_cut_at_any_place_is_text_or_whole(case: Case, step: int) -> None:
+    """Each spelling is cut at places of its own."""
     given = Made([WRITE, SHOWN], [READ, written_file(case.form)])
     before = "" if case.form.is_bare else "Let me see.\n\n"
-    for spelling in case.spellings:
+    for start, spelling in enumerate(case.spellings):
         chat = case.chat(spelling)
         runs = spelled(chat, case.written(given.calls, spelling, before))
         length = sum(map(len, runs))
         counts = [
             check_cut(case, given, before, chat, first_runs(runs, place))
-            for place in range(0, length + 1, 1 if length < 400 else 3)
+            for place in range(start, length + 1, step)
         ]
         assert counts[0] == 0
         assert check_cut(case, given, before, chat, runs) == 2
 
 
-def test_an_answer_that_ends_inside_a_value_makes_no_call_of_it(case: Case) -> None:
+@pytest.mark.parametrize("step", [3, pytest.param(1, marks=pytest.mark.soak)])
+def test_an_answer_that_ends_inside_a_value_makes_no_call_of_it(case: Case, step: int) -> None:
     """The model itself ended it there."""
     call = written_file(case.form)
     for spelling in case.spellings:
         chat = case.chat(spelling)
         written = case.written([call], spelling)
         start, end = written.index("Amid"), written.index("the end")
-        for place in range(start + 1, end + 4):
+        for place in range(start + 1, end + 4, step):
             if DIVIDER in written[place - 1 : place + 1]:
                 continue
             heard = said_in_pieces(chat, [WRITE, SHOWN], spelled(chat, written[:place]))

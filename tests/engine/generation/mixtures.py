@@ -35,6 +35,7 @@ from gateway.jobs.chat import (
 )
 from gateway.jobs.steps import SequenceParams
 from tests.checkpoints import (
+    AFTER_LAST,
     HEADED,
     HYBRID,
     SLIDING,
@@ -65,7 +66,9 @@ KINDS: Final[dict[str, dict[str, Any]]] = {
         "num_key_value_heads": 1,
     },
     "head": {**HEADED, **BASE, **DEEP},
+    "later": {**AFTER_LAST, **BASE},
 }  # fmt: skip
+HEADS: Final = ("head", "later")
 # What `kv_bits: 8` makes of a number is one of 256: a rounding may make it the next one.
 PACKED_ROUNDING: Final = 0.05
 ADAPTERS: Final[dict[str, dict[str, Any]]] = {
@@ -123,7 +126,7 @@ class Models:
     @classmethod
     def write(cls, folder: Path, kind: str) -> "Models":
         base = teach_thinking(write_chat(folder / "base", **KINDS[kind]), opens=True)
-        if kind == "head":
+        if kind in HEADS:
             add_head(base, is_right=True)
         stranger = write_chat(folder / "stranger", seed=5, num_hidden_layers=1, **BASE)
         teach_thinking(stranger, opens=True)
@@ -154,7 +157,7 @@ class Settings:
     @classmethod
     def draw(cls, chance: random.Random, kind: str) -> "Settings":
         """Draw settings. A model with a head has no draft model, whose drafts would go first."""
-        is_headed = kind == "head"
+        is_headed = kind in HEADS
         rows = chance.choice([4, 12, 12] if is_headed else [0, 4, 12])
         drafts = [""] if is_headed else ["", "base", "base", "stranger"]
         return cls(

@@ -1,18 +1,20 @@
 """Drafts by a model's own MTP head: fewer passes, and never another answer."""
 
+from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
+from mlx_lm.models.cache import make_prompt_cache
 
 from gateway.engine.drafts.head_drafter import HeadDrafter
 from gateway.engine.drafts.prompt_lookup import PromptLookup
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.kv.layers import StatesCache, go_back
 from gateway.jobs.chat import Sampling
-from tests.checkpoints import HEADED, add_head, write_chat
+from tests.checkpoints import AFTER_LAST, HEADED, add_head, write_chat
 from tests.engine.generation.harness import PLENTY, Batch, answer_at_random, open_engine
 
 pytestmark = pytest.mark.slow
@@ -21,10 +23,10 @@ GREEDY = Sampling(temperature=0, ignore_eos=True)
 LONG = "a b c d e f g. " * 20
 
 
-@pytest.fixture(scope="module")
-def right(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=[HEADED, AFTER_LAST], ids=["hybrid", "plain"])
+def right(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a model whose head guesses nearly all tokens."""
-    return add_head(write_chat(tmp_path_factory.mktemp("right"), **HEADED), is_right=True)
+    return add_head(write_chat(tmp_path_factory.mktemp("right"), **request.param), is_right=True)
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +55,7 @@ def test_a_head_that_is_right_saves_passes(right: Path, rows: int) -> None:
 
 
 def test_a_sampled_answer_is_the_same_with_a_head(right: Path) -> None:
-    job = {"sampling": Sampling(temperature=1.0, seed=4, top_k=20, ignore_eos=True)}
+    job = {"sampling": Sampling(temperature=0.3, seed=4, top_k=20, ignore_eos=True)}
     expected, _ = answer_at_random(open_engine(right), ask(3, **job))
     found, passes = answer_at_random(open_engine(right, speculate_rows=4), ask(3, **job))
     assert all(other.says_as(one) for one, other in zip(expected, found, strict=True))
@@ -79,18 +81,37 @@ def test_a_head_drafts_on_after_a_draft_that_was_right_in_part(
 
 def test_a_row_that_joined_after_a_rollback_may_leave_while_the_next_pass_runs() -> None:
     """How many tokens are known of each row is that of the rows before."""
-    states, other = StatesCache(1), StatesCache(1)
-    states.cache, other.cache = [mx.zeros((1, 1, 4))], [mx.zeros((1, 1, 4))]
-    states.hold()
+    linear, states, other = (StatesCache(1) for _ in range(3))
+    for each in (linear, states, other):
+        each.cache = [mx.zeros((1, 1, 4))]
+        each.hold()
     states.recent = mx.zeros((1, 3, 4))
-    go_back([states], [1], [3])
+    go_back([linear, states], [1], [3])
     assert states.known == (2,)
     states.extend(other)
-    states.hold()
+    linear.extend(other)
+    for each in (linear, states):
+        each.hold()
     states.recent = mx.ones((2, 3, 4))
     states.filter([1])
-    go_back([states], [2], [3])
+    linear.filter([1])
+    go_back([linear, states], [2], [3])
     assert states.known == (1,)
+
+
+def test_a_plain_models_head_goes_on_from_the_state_of_the_last_accepted_token() -> None:
+    """A row that joined while the pass ran keeps its own state."""
+    states, other = StatesCache(1), StatesCache(1)
+    states.cache, other.cache = [mx.full((2, 1, 4), 9.0)], [mx.full((1, 1, 4), 7.0)]
+    states.hold()
+    states.recent = mx.arange(6).reshape(2, 3, 1) * mx.ones(4)
+    states.extend(other)
+    go_back([states], [1, 0, 0], [3, 3, 0])
+    [state] = states.cache
+    assert state is not None
+    assert state[:, 0, 0].tolist() == [1, 9, 7]
+    assert states.earlier is None
+    assert states.recent is None
 
 
 def test_a_kept_prefix_has_the_heads_kv(right: Path) -> None:
@@ -108,6 +129,44 @@ def test_a_random_head_changes_no_answer_and_rests(random: Path) -> None:
     found, passes = answer_at_random(open_engine(random, speculate_rows=4), ask(3))
     assert all(other.says_as(one) for one, other in zip(expected, found, strict=True))
     assert 0 < sum(each.drafted for each in passes) < 60
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_a_head_that_rests_makes_no_guess_and_no_wider_pass(random: Path, rows: int) -> None:
+    """All that it does then is to add a token to its KV in each pass."""
+    counts = []
+    for engine in (open_engine(random), open_engine(random, speculate_rows=4)):
+        head, calls = getattr(engine._model.language_model, "mtp", None), Counter[str]()
+        if head is not None:
+            for name in ("self_attn", "mlp"):
+                watch(head.layers[0], name, calls)
+        steps = Batch(engine)
+        for job in ask(rows, max_tokens=20):
+            steps.ask(*job)
+        while steps.is_reading:
+            steps.hear(steps.prefill(512))
+        calls.clear()
+        sizes = []
+        while steps.is_decoding:
+            steps.hear(steps.change(kind="decode", drafters=()))
+            sizes.append((steps.size.rows, steps.size.drafted))
+        counts.append((sizes, calls))
+    (expected, _), (found, calls) = counts
+    assert found == expected
+    assert 0 < calls["self_attn"] <= len(found)
+    assert not calls["mlp"]
+
+
+def watch(layer: Any, name: str, calls: Counter[str]) -> None:
+    """Count the calls of a layer's module."""
+    module = layer[name]
+
+    class Watched(type(module)):  # type: ignore[misc]
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            calls[name] += 1
+            return super().__call__(*args, **kwargs)
+
+    module.__class__ = Watched
 
 
 def test_a_head_that_fails_is_not_asked_again(right: Path) -> None:
@@ -135,7 +194,8 @@ def test_a_head_that_fails_is_not_asked_again(right: Path) -> None:
 def test_a_head_takes_part_in_the_engines_size(right: Path) -> None:
     on, off = open_engine(right, speculate_rows=4), open_engine(right)
     weights: Any = mx.load(str(right / "model.safetensors"))
-    head = sum(each.nbytes for name, each in weights.items() if ".mtp." in name)
+    marks = (".mtp.", ".layers.2.")
+    head = sum(each.nbytes for name, each in weights.items() if any(m in name for m in marks))
     assert on.nbytes() - off.nbytes() == head
     assert on.facts.kv_cost.token > off.facts.kv_cost.token
 
@@ -144,4 +204,4 @@ def test_a_head_takes_part_in_the_engines_size(right: Path) -> None:
 def test_a_head_can_be_left_out(right: Path, options: dict[str, Any]) -> None:
     engine: GenerationEngine = open_engine(right, **options)
     assert "mtp_head" not in engine.facts.drafters
-    assert len(engine._model.make_cache()) == len(engine._model.layers)
+    assert len(make_prompt_cache(engine._model)) == len(engine._model.layers)

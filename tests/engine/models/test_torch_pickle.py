@@ -105,7 +105,7 @@ def test_nothing_in_a_file_is_called_or_imported(path: Path, protocol: int) -> N
 
 def test_the_format_before_zip_archives_is_refused(path: Path) -> None:
     reason = refusal(path, pickle.dumps(0x1950A86A20F9469CFC6C, 2) + pickle.dumps(1001, 2))
-    assert "File is not a zip file" in reason
+    assert "it is no zip archive" in reason
     assert "s.save_file(torch.load(" in reason
 
 
@@ -123,6 +123,49 @@ def test_a_size_that_an_archive_only_states_is_not_trusted(path: Path, size: int
     at = whole.rindex(b"PK\1\2", 0, whole.rindex(b"data/0"))
     whole[at + 20 : at + 28] = struct.pack("<II", size, size)  # both sizes of the entry
     assert "more than" in refusal(path, bytes(whole))
+
+
+def listed(count: int, name: bytes, *, is_wide: bool) -> bytes:
+    """Write an archive that has only a list of entries without bytes, as short as it can be."""
+    entry = b"PK\1\2" + bytes(24) + struct.pack("<H", len(name)) + bytes(16) + name
+    size = count * len(entry)
+    wide = b"PK\6\6" + struct.pack("<Q28xQQ", 44, size, 0)
+    wide += b"PK\6\7" + struct.pack("<LQL", 0, size, 1)
+    end = b"PK\5\6" + struct.pack("<8xLLH", 0 if is_wide else size, 0, 0)
+    return entry * count + (wide if is_wide else b"") + end
+
+
+@pytest.mark.parametrize("is_wide", [False, True])
+def test_a_long_list_of_entries_is_refused_before_it_is_read(path: Path, is_wide: bool) -> None:
+    """A file of 8 MB could list as many entries as zipfile reads in seconds."""
+    for name in (b"", b"a/data.pkl"):
+        reason = refusal(path, listed(2000, name, is_wide=is_wide))
+        assert "the list of its entries has more than 16,384 bytes" in reason
+        short = refusal(path, listed(2, name, is_wide=is_wide))
+        assert "values to unpack" in short  # zipfile found 2 entries, and not one data.pkl
+
+
+def test_an_archive_with_a_comment_or_with_end_records_apart_is_refused(path: Path) -> None:
+    """A comment may hold end records, of which each program finds other ones."""
+    assert "with a comment" in refusal(path, WHOLE[:-2] + b"\5\0hello")
+    assert "with a comment" in refusal(path, WHOLE[:-2] + b"\x16\0" + WHOLE[-22:-1] + b"x")
+    for at in (-98, -30):  # the signature of one record, and its place in the other
+        apart = bytearray(WHOLE)
+        apart[at] ^= 1
+        assert "end records apart" in refusal(path, bytes(apart))
+
+
+def test_memoized_tuples_are_never_walked(path: Path) -> None:
+    """Each tuple holds the one before twice: the last one would have 2 ** 200 parts."""
+    bomb = b"\x80\2)q\0" + b"".join(b"h%ch%c\x86q%c" % (n, n, n + 1) for n in range(200))
+    name = b"ctorch._utils\n_rebuild_tensor_v2\n"
+    last = b"h\xc8"
+    for end in (b"R.", b".", b"}X\1\0\0\0a" + last + b"s.", name + last + b"R."):
+        refusal(path, with_pickle(bomb + end))
+    long = b"\x80\2(" + b"N" * 30_000 + b"t"  # copied at each of thousands of calls
+    assert "a tuple has 30000 parts" in refusal(path, with_pickle(long + b"q\1" + b"h\1" * 9999))
+    in_storage = b"(" + last + b"K\0K\1\x85K\1\x85tR."
+    refusal(path, with_pickle(bomb + name + in_storage))
 
 
 @pytest.mark.parametrize(

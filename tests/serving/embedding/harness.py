@@ -54,5 +54,5 @@ async def held(batcher: EmbeddingBatcher, engine: ScriptedEmbedder, *texts: str)
     """Ask, and wait until the pass is held at the engine's gate."""
     engine.gate.close()
     asked = asking(batcher, *texts)
-    await asyncio.to_thread(engine.gate.reached.wait, 5)
+    await asyncio.to_thread(engine.gate.reached.wait, 60)
     return asked

@@ -2,20 +2,26 @@
 
 import asyncio
 import itertools
+import threading
 import time
-from collections.abc import Collection, Generator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Generator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from benchmarks.loading import load_embedding
 from gateway import clock, metrics
+from gateway.engine.device import Device
 from gateway.errors import (
     BadRequest,
     ContextLengthExceeded,
     DeadlineExceeded,
+    DeviceLost,
     EngineFailed,
+    Fault,
     GatewayError,
     Overloaded,
     Unavailable,
@@ -23,9 +29,12 @@ from gateway.errors import (
 from gateway.jobs import TokenIds, Vectors
 from gateway.jobs.embed import EmbedJob, Output, TextOutputs
 from gateway.serving.admission import Arrivals
+from gateway.serving.embedding.batcher import EmbeddingBatcher, fit_to_context
+from gateway.serving.faults import DeviceHealth
 from gateway.serving.lane import LEAST_TOKENS, START_TOKENS, Lane
-from tests.fakes import ScriptedEmbedder, caller, embed_job
-from tests.serving.embedding.harness import asking, batching, held
+from tests.engine.embedding.harness import GOLDEN
+from tests.fakes import ScriptedEmbedder, caller, embed_job, rerank_job
+from tests.serving.embedding.harness import Asked, asking, batching, held
 from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
@@ -156,7 +165,7 @@ async def test_a_tokenizer_that_fails_on_one_text_fails_its_request_alone() -> N
     async with batching(engine) as batcher:
         engine.gate.close()
         asked = [asking(batcher, text * 1001) for text in "ab!cd"]
-        await asyncio.to_thread(engine.gate.reached.wait, 5)
+        await asyncio.to_thread(engine.gate.reached.wait, 60)
         engine.gate.open()
         answers = await asyncio.gather(*asked, return_exceptions=True)
     assert isinstance(answers[2], BadRequest)
@@ -218,6 +227,51 @@ async def test_an_over_long_input_is_refused_unless_it_may_be_cut() -> None:
     assert answer.vectors[:, 0].tolist() == [5, 5]
 
 
+@pytest.mark.parametrize("folder", ["bert", "xlm-roberta", "modernbert", "qwen3", "colbert-bert"])
+@pytest.mark.parametrize("prompt", ["", "query: ", "Instruct: find it\nQuery:", "title: none | "])
+async def test_a_cut_keeps_at_least_a_token_of_a_text_or_tells_how_much_does(
+    folder: str, prompt: str
+) -> None:
+    engine = load_embedding(GOLDEN / folder, name="tiny", device=Device.CPU)
+    texts = [prompt + words for words in ("water is wet and deep", "stone is dry and hard")]
+
+    def cut(max_tokens: int) -> list[TokenIds]:
+        rows, over = fit_to_context(
+            list[TokenIds](engine.encode(texts)),
+            engine,
+            engine.max_tokens,
+            truncate=True,
+            max_tokens=max_tokens,
+            prompts=[prompt],
+        )
+        assert over == {0, 1}
+        assert all(len(row) <= max_tokens for row in rows)
+        return rows
+
+    with pytest.raises(BadRequest, match="of input 0: it should be at least") as caught:
+        cut(1)
+    assert caught.value.part == "max_tokens"
+    least = int(str(caught.value).rsplit(maxsplit=1)[1].rstrip("."))
+    for too_few in range(1, least):
+        with pytest.raises(BadRequest, match=f"at least {least}"):
+            cut(too_few)
+    one, other = cut(least)
+    assert one != other
+
+
+async def test_a_model_whose_prompt_fills_its_limit_is_refused_by_that_name() -> None:
+    engine = ScriptedEmbedder(max_tokens=5, prompts={"query": "12345", "document": "1234"})
+    job = EmbedJob(caller=caller(), texts=["a"], prompt_name="query", truncate=True)
+    async with batching(engine) as batcher:
+        with pytest.raises(BadRequest, match=r"model's limit is 5.*input 0.*at least 6"):
+            await batcher.embed(job)
+        for most in (None, 1):
+            asked = rerank_job("q", "d", max_tokens_per_doc=most)
+            with pytest.raises(BadRequest, match=r"model's limit is 5.*at least 6"):
+                await batcher.rerank(asked)
+    assert engine.batches == []
+
+
 async def test_a_prompt_is_put_before_each_text_and_an_unknown_one_is_refused() -> None:
     engine = ScriptedEmbedder()
     job = EmbedJob(caller=caller(), texts=["abc"], prompt_name="query")
@@ -242,7 +296,7 @@ async def test_a_full_queue_answers_overloaded_and_recovers() -> None:
     async with batching(engine, queue_max_tokens=2) as batcher:
         engine.gate.close()
         held = [asking(batcher, "a") for _ in range(2)]
-        await asyncio.to_thread(engine.gate.reached.wait, 5)
+        await asyncio.to_thread(engine.gate.reached.wait, 60)
         with pytest.raises(Overloaded) as refusal:
             await batcher.embed(embed_job("b"))
         assert refusal.value.headers["retry-after"] == "1"
@@ -279,7 +333,7 @@ async def test_what_waits_when_the_model_goes_is_told() -> None:
     async with batching(engine) as batcher:
         engine.gate.close()
         waiting = [asking(batcher, "a" * n) for n in (1, 2, 3)]
-        await asyncio.to_thread(engine.gate.reached.wait, 5)
+        await asyncio.to_thread(engine.gate.reached.wait, 60)
         asyncio.get_running_loop().call_later(0.05, engine.gate.open)
     for answer in await asyncio.gather(*waiting, return_exceptions=True):
         assert isinstance(answer, GatewayError)
@@ -420,6 +474,78 @@ async def test_a_model_that_goes_while_a_row_waits_for_the_lane_tells_who_asked(
         await keeping
         async with lane.turn("decode"):
             pass
+
+
+@asynccontextmanager
+async def resting(
+    batcher: EmbeddingBatcher, engine: ScriptedEmbedder, lane: Lane, ending: Callable[[], None]
+) -> AsyncIterator[tuple[Asked, Callable[[], None]]]:
+    """Let a long row rest while another's call runs, and give a function that lets `ending` go."""
+    asked = await held(batcher, engine, LONG)
+    entered, leaving = asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+
+    def call() -> None:
+        loop.call_soon_threadsafe(entered.set)
+        leaving.wait(10)
+        ending()
+
+    async def keep() -> None:
+        async with lane.turn("decode") as turn:
+            await turn(call)
+
+    keeping = asyncio.create_task(keep())
+    await asyncio.sleep(0)
+    engine.gate.open()
+    await entered.wait()
+    yield asked, leaving.set
+    assert isinstance((await asyncio.gather(keeping, return_exceptions=True))[0], GatewayError)
+
+
+def end_thread() -> None:
+    raise SystemExit
+
+
+async def test_a_lane_that_dies_while_a_row_rests_tells_who_asked() -> None:
+    engine = ScriptedEmbedder(**SLOW)
+    async with (
+        Lane() as lane,
+        batching(engine, lane=lane, pass_limit_s=1e-9) as batcher,
+        resting(batcher, engine, lane, end_thread) as (asked, leave),
+    ):
+        leave()
+        with pytest.raises(Unavailable, match="stopped"):
+            await asyncio.wait_for(asked, 10)
+    assert engine.stepped == [0]
+
+
+async def test_a_lane_that_dies_as_a_model_goes_holds_no_unload_and_no_shutdown() -> None:
+    """The row's end was queued, and the thread that would have run it had ended."""
+    engine = ScriptedEmbedder(**SLOW)
+    async with asyncio.timeout(10), Lane() as lane, AsyncExitStack() as unload:
+        model = batching(engine, lane=lane, pass_limit_s=1e-9)
+        batcher = await unload.enter_async_context(model)
+        async with resting(batcher, engine, lane, end_thread) as (asked, leave):
+            unloading = asyncio.create_task(unload.pop_all().aclose())
+            await until(lambda: lane._work.qsize() == 1)
+            leave()
+            await unloading
+        with pytest.raises(Unavailable):
+            await asked
+
+
+async def test_a_device_that_is_lost_while_a_row_rests_ends_the_row() -> None:
+    engine, health = ScriptedEmbedder(**SLOW), DeviceHealth(lambda _: Fault.FATAL)
+    async with (
+        Lane(health=health) as lane,
+        batching(engine, lane=lane, pass_limit_s=1e-9) as batcher,
+        resting(batcher, engine, lane, lambda: [][0]) as (asked, leave),
+    ):
+        leave()
+        with pytest.raises(DeviceLost):
+            await asyncio.wait_for(asked, 10)
+    assert engine.stepped == [0], "no step was tried on a device that is lost"
+    assert engine.freed_on == "lane"
 
 
 async def test_a_models_first_pass_is_sized_by_an_estimate() -> None:

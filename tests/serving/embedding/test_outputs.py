@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from gateway import metrics
-from gateway.errors import BadRequest, ContextLengthExceeded, EngineFailed
+from gateway.errors import BadRequest, ContextLengthExceeded, EngineFailed, Overloaded
 from gateway.jobs.embed import Embedded, Output, TextOutputs
+from gateway.serving.embedding import batcher as embedding_batcher
 from gateway.serving.embedding.batcher import EmbeddingBatcher, max_sims
 from tests.fakes import ScriptedEmbedder, embed_job, rerank_job
 from tests.serving.embedding.harness import batching, held
@@ -252,6 +253,35 @@ async def test_documents_with_too_many_vectors_are_refused_before_a_pass() -> No
         assert refusal.value.part == "documents"
         assert engine.batches == []
         await batcher.rerank(rerank_job("b", "x" * 50, "y" * 50, max_numbers=22 * 8))
+
+
+async def test_vectors_of_several_requests_are_bounded_together_until_each_is_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The queue's tokens bounded them alone: two million, of a kilobyte and more each."""
+    monkeypatch.setattr(embedding_batcher, "HELD_NUMBERS", 30 * 8)
+    engine = colbert(max_tokens=50)
+    most = 40 * 8
+    large = rerank_job("b", "x" * 38, max_numbers=most)
+    small = rerank_job("b", "x" * 10, max_numbers=most)
+    async with batching(engine) as batcher:
+        engine.gate.close()
+        first = asyncio.create_task(batcher.rerank(large))
+        assert await asyncio.to_thread(engine.gate.reached.wait, 60)
+        for refused in (
+            batcher.rerank(small),
+            asking_for(batcher, "a", outputs=("multi_vector",), max_numbers=most),
+        ):
+            with pytest.raises(Overloaded, match="vectors of 40 tokens in memory") as told:
+                await refused
+            assert told.value.retry_after_s
+        engine.gate.open()
+        await first  # more than all may have together, since no other had any
+        left, *others = (asyncio.create_task(batcher.rerank(small)) for _ in range(2))
+        left.cancel()
+        await asyncio.gather(*others)
+        await asking_for(batcher, "a" * 30, outputs=("multi_vector",), max_numbers=most)
+    assert batcher._numbers == 0
 
 
 async def test_models_with_dense_vectors_rerank_by_their_cosines() -> None:

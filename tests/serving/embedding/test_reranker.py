@@ -35,7 +35,7 @@ async def test_pairs_of_requests_that_wait_share_a_pass() -> None:
     async with reranking(engine) as batcher:
         engine.gate.close()
         first = asyncio.create_task(batcher.rerank(rerank_job("a", "b")))
-        await asyncio.to_thread(engine.gate.reached.wait, 5)
+        await asyncio.to_thread(engine.gate.reached.wait, 60)
         others = [
             asyncio.create_task(batcher.rerank(rerank_job("a", "b" * n, "a"))) for n in range(1, 11)
         ]
@@ -52,7 +52,7 @@ async def test_a_failure_is_that_of_the_request_with_the_pair_at_fault() -> None
     async with reranking(engine) as batcher:
         engine.gate.close()
         first = asyncio.create_task(batcher.rerank(rerank_job("a", "b")))
-        await asyncio.to_thread(engine.gate.reached.wait, 5)
+        await asyncio.to_thread(engine.gate.reached.wait, 60)
         jobs = [rerank_job("a", "a"), rerank_job("a", "a", "b!"), rerank_job("a", "a?")]
         tasks = [asyncio.create_task(batcher.rerank(job)) for job in jobs]
         await until(lambda: batcher.tickets == 3)
@@ -71,7 +71,7 @@ async def test_the_tokens_of_all_pairs_count_against_the_queue() -> None:
     async with reranking(engine, queue_max_tokens=20) as batcher:
         engine.gate.close()
         first = asyncio.create_task(batcher.rerank(rerank_job("abc", *["abc"] * 2)))
-        await asyncio.to_thread(engine.gate.reached.wait, 5)
+        await asyncio.to_thread(engine.gate.reached.wait, 60)
         with pytest.raises(Overloaded):
             await batcher.rerank(rerank_job("abc", "abc"))
         engine.gate.open()

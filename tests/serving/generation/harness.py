@@ -70,4 +70,4 @@ async def asking_together(
 
 async def reached(engine: ScriptedChat) -> None:
     """Wait until a step is held at the engine's gate."""
-    await asyncio.to_thread(engine.gate.reached.wait, 5)
+    await asyncio.to_thread(engine.gate.reached.wait, 60)
