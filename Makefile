@@ -36,7 +36,7 @@ PYTEST := $(BIN)/python -m pytest -n 3 --dist worksteal --ignore compat_tests/gr
 test: setup-dev ## Run the tests, but the slow ones and those with real clients (four minutes)
 	$(PYTEST)
 
-test-all: setup-dev ## Run the slow ones too, as .ci/run does (seven minutes)
+test-all: setup-dev ## Run the slow ones too, as .ci/run does (twelve minutes)
 	$(PYTEST) -m "not compat and not soak and not dist"
 
 # What needs no socket, no process of its own and no model.
@@ -55,7 +55,7 @@ test-signals: ## Run the tests of signals on Python 3.13 (NEWER=), if it is inst
 		$(VENV)-newer/bin/python -m pytest -m "not soak" tests/provoked/test_signals.py; \
 	else echo "$(NEWER) is not installed: the tests of signals are skipped."; fi
 
-ci: ## Run all that a change must pass (.ci/run; eight minutes)
+ci: ## Run all that a change must pass (.ci/run; twenty minutes)
 	.ci/run
 
 doctor: setup ## Try the engine on this machine (a minute)

@@ -230,7 +230,8 @@ class Lane:
         work = _Work(beat, function, args)
         queued = clock.now()
         self._work.put(work)
-        if self.has_died:  # meanwhile, so that the thread may have told its last call already
+        # The thread may have died since the check, and then it takes no more calls.
+        if self.has_died:
             work.fail(_stopped())
         try:
             await asyncio.shield(work.done)

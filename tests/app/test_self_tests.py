@@ -162,7 +162,7 @@ async def test_a_test_that_takes_too_long_is_ended_in_idle_time(
         assert await shown(client) == batching("together", "unfinished")
         soon(monkeypatch)
         await until_shown(client, "self_test", "failed")
-        assert (await shown(client))["rows"] == "one at a time"
+        await until_shown(client, "rows", "one at a time")
         await until(lambda: list((tmp_path / "kept").glob("*.json")))
     assert slow.tests == 1
 

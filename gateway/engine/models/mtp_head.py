@@ -31,7 +31,7 @@ _NAMES: Final[Mapping[str, str]] = {
     **dict.fromkeys(("deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen3"), _AFTER_LAST),
     "mimo": _MIMO,
 }
-# What other families call the modules of `MtpHead`.
+# The modules of `MtpHead`, by their names in the files of other families.
 _MODULES: Final[Mapping[str, str]] = {
     **dict.fromkeys(("enorm", "token_layernorm"), "pre_fc_norm_embedding"),
     **dict.fromkeys(("hnorm", "hidden_layernorm"), "pre_fc_norm_hidden"),
