@@ -89,7 +89,7 @@ GEMMA4: dict[str, Any] = {
     "num_hidden_layers": 4,
     "layer_types": ["sliding_attention", "full_attention"] * 2,
     "num_kv_shared_layers": 2,
-    "sliding_window": 16,
+    "sliding_window": 48,
     "head_dim": 16,
     "global_head_dim": 32,
     "hidden_size_per_layer_input": 0,
@@ -198,13 +198,20 @@ def add_head(folder: Path, seed: int = 7, *, is_right: bool = False) -> Path:
     return folder
 
 
-def write_assistant(folder: Path, target: Path, seed: int = 9, **config: Any) -> Path:
-    """Write a drafter of Gemma 4 with random weights, and its target's tokenizer."""
+def write_assistant(
+    folder: Path, target: Path, seed: int = 9, *, is_right: bool = False, **config: Any
+) -> Path:
+    """Write a drafter of Gemma 4 with random weights, and its target's tokenizer.
+
+    If it `is_right`, most guesses are: the target's layers and the drafter's are made to add little
+    to a token's embedding, of which the drafter makes the target's logits.
+    """
     text = json.loads((target / "config.json").read_text())
-    text |= {"hidden_size": 32, "num_hidden_layers": 2, "num_kv_shared_layers": 2}
-    text |= {"layer_types": ["sliding_attention", "full_attention"]}
-    text["vocab_size_per_layer_input"] = 0
-    width = json.loads((target / "config.json").read_text())["hidden_size"]
+    width = text["hidden_size"]
+    text |= {"hidden_size": width if is_right else 32, "num_hidden_layers": 2}
+    text |= {"layer_types": ["sliding_attention", "full_attention"], "num_kv_shared_layers": 2}
+    text |= {"tie_word_embeddings": True, "vocab_size_per_layer_input": 0}
+    text |= {key: config.pop(key) for key in text.keys() & config.keys()}
     whole = {
         "model_type": "gemma4_assistant",
         "backbone_hidden_size": width,
@@ -214,8 +221,8 @@ def write_assistant(folder: Path, target: Path, seed: int = 9, **config: Any) ->
         **config,
     }
     folder.mkdir()
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(target / file, folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(target / name, folder)
     (folder / "config.json").write_text(json.dumps(whole))
     mx.random.seed(seed)
     arguments: Any = gemma4_assistant.ModelArgs
@@ -225,6 +232,16 @@ def write_assistant(folder: Path, target: Path, seed: int = 9, **config: Any) ->
     if whole.get("use_ordered_embeddings"):
         order = mx.random.permutation(text["vocab_size"])
         weights["masked_embedding.token_ordering"] = order.astype(mx.int32)
+    if is_right:
+        file = target / "model.safetensors"
+        targets: Any = dict(mx.load(str(file)))  # type: ignore[arg-type]  # it has no metadata
+        passed = mx.concatenate([mx.eye(width), mx.zeros((width, width))], axis=1)
+        weights["pre_projection.weight"] = passed
+        weights["model.embed_tokens.weight"] = targets["lm_head.weight"]
+        for each in (weights, targets):
+            small = ("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")
+            each |= {name: each[name] * 0.005 for name in each if name.endswith(small)}
+        mx.save_safetensors(str(file), targets)
     mx.save_safetensors(str(folder / "model.safetensors"), weights)
     return folder
 

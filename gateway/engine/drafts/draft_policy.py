@@ -3,13 +3,11 @@ from.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final, Protocol
 
 from gateway.engine.drafts.draft_model import MOST_AHEAD, DraftModel
 from gateway.engine.drafts.head_drafter import HeadDrafter
 from gateway.engine.drafts.prompt_lookup import DraftedSequence, LookupDrafter
-from gateway.engine.drafts.shared_kv_drafter import SharedKvDrafter
 from gateway.engine.kv.layers import can_go_back
 from gateway.jobs.steps import DRAFTERS, Drafter
 
@@ -76,14 +74,6 @@ class DraftPolicy:
         if any(seq.matcher is not None or self._is_due(seq) for seq in seqs):
             return count_ahead(len(seqs))
         return 0
-
-    def watching(
-        self, seqs: Sequence[DraftedSequence], cache: Sequence[Any]
-    ) -> AbstractContextManager[None]:
-        """While entered, show a pass to the source that drafts from its hidden states."""
-        watchers = (each for each in self.sources if isinstance(each, SharedKvDrafter))
-        watcher = next(watchers, None)
-        return nullcontext() if watcher is None else watcher.watching(seqs, cache)
 
     def draft(
         self, cache: Sequence[Any], seqs: Sequence[DraftedSequence], rooms: Sequence[int]

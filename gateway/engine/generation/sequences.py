@@ -446,7 +446,6 @@ class Sequences:
             self._applied([seq.adapter for seq in seqs]),
             self._sight.placed(seqs) if self._sight is not None else nullcontext(),
             padded(cache, tokens.shape[1], padding),
-            self._drafts.watching(seqs, cache),
         ):
             logits: mx.array = self._model(tokens, cache=cache)
         if under_way is not None:

@@ -15,6 +15,9 @@ from mlx.nn.layers.linear import Linear
 from mlx.nn.layers.normalization import RMSNorm
 from mlx_lm.models import gemma4_text
 from mlx_lm.models.base import BaseModelArgs
+from mlx_lm.models.cache import ArraysCache
+
+from gateway.engine.models.hidden_states import keep_state
 
 KvOfTypes = Mapping[str, tuple[mx.array, mx.array, mx.array | None]]  # keys, values and mask
 
@@ -89,25 +92,52 @@ class Model(_Text):  # type: ignore[misc]
         normed: mx.array = self.model.norm(h)
         return normed
 
-    def score(self, states: mx.array) -> tuple[mx.array, mx.array | None]:
-        """Return logits, (rows, 1, n), and the tokens that they are of, or None for all."""
+    def score(self, states: mx.array) -> mx.array:
+        """Return the logits, (rows, 1, vocabulary); those of unlikely lists are -inf."""
         embed: Any = self.model.embed_tokens
         if not self.args.use_ordered_embeddings:
-            return embed.as_linear(states), None
+            return embed.as_linear(states)  # type: ignore[no-any-return]
         ordered, top_k = self.masked_embedding, self.args.centroid_intermediate_top_k
         likely = mx.argpartition(ordered.centroids(states), -top_k, axis=-1)[..., -top_k:]
         lists = ordered.token_ordering.reshape(self.args.num_centroids, -1)
         tokens = lists[likely].flatten(-2)
-        return (embed(tokens) @ states[..., None]).squeeze(-1), tokens
+        logits = (embed(tokens) @ states[..., None]).squeeze(-1)
+        others = mx.full((*states.shape[:-1], self.text.vocab_size), -mx.inf, logits.dtype)
+        return mx.put_along_axis(others, tokens, logits, axis=-1)
 
     def sanitize(self, weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
         return {name: array for name, array in weights.items() if name != "lm_head.weight"}
 
 
-def language_model(target: Any) -> Any:
+def text_model(target: Any) -> Any:
     """Return the part of a Gemma 4 model that reads text; None if it is another model."""
     text = getattr(target, "language_model", target)
     return text if isinstance(text, gemma4_text.Model) else None
+
+
+def keep_states(target: Any) -> None:
+    """Let a model of Gemma 4 keep each row's last hidden state, in the last of its caches.
+
+    Other models stay as they are.
+    """
+    text = text_model(target)
+    if text is None:
+        return
+    decoder, outer = type(text.model), type(target)
+
+    class Decoder(decoder):  # type: ignore[misc, valid-type]  # chosen at run time
+        def __call__(self, inputs: Any, cache: Any = None, **given: Any) -> mx.array:
+            if cache is None:
+                return super().__call__(inputs, **given)  # type: ignore[no-any-return]
+            hidden: mx.array = super().__call__(inputs, cache[:-1], **given)
+            keep_state(cache[-1], hidden)
+            return hidden
+
+    class Target(outer):  # type: ignore[misc, valid-type]
+        def make_cache(self) -> list[Any]:
+            return [*super().make_cache(), ArraysCache(1)]
+
+    text.model.__class__, target.__class__ = Decoder, Target
 
 
 def shared_layers(text: Any) -> dict[str, int]:
@@ -118,7 +148,7 @@ def shared_layers(text: Any) -> dict[str, int]:
 
 def find_misfit(drafter: Model, target: Any) -> str:
     """Return why a drafter can't guess for a model; "" if it can."""
-    text, args = language_model(target), drafter.args
+    text, args = text_model(target), drafter.args
     if text is None:
         return "it is not a model of Gemma 4"
     pairs = {
@@ -126,14 +156,14 @@ def find_misfit(drafter: Model, target: Any) -> str:
         "vocab_size": (drafter.text.vocab_size, text.args.vocab_size),
     }
     own = shared_layers(text)
-    for kind in sorted({layer.layer_type for layer in drafter.layers}):
+    for layer in drafter.layers:
+        kind, reader = layer.layer_type, layer.self_attn
         if kind not in own:
             return f"it has no KV of {kind}"
-        read = next(layer.self_attn for layer in drafter.layers if layer.layer_type == kind)
         kept = text.layers[own[kind]].self_attn
-        pairs[f"head_dim of {kind}"] = read.head_dim, kept.head_dim
-        pairs[f"num_key_value_heads of {kind}"] = read.n_kv_heads, kept.n_kv_heads
-    for name, (drafters, targets) in pairs.items():
-        if drafters != targets:
-            return f"{name} is {drafters}, but the model has {targets}"
+        pairs[f"head_dim of {kind}"] = reader.head_dim, kept.head_dim
+        pairs[f"num_key_value_heads of {kind}"] = reader.n_kv_heads, kept.n_kv_heads
+    for name, (one, other) in pairs.items():
+        if one != other:
+            return f"{name} is {one}, but the model has {other}"
     return ""
