@@ -207,6 +207,7 @@ def write_assistant(
     to a token's embedding, of which the drafter makes the target's logits.
     """
     text = json.loads((target / "config.json").read_text())
+    text = text.get("text_config", text)
     width = text["hidden_size"]
     text |= {"hidden_size": width if is_right else 32, "num_hidden_layers": 2}
     text |= {"layer_types": ["sliding_attention", "full_attention"], "num_kv_shared_layers": 2}
