@@ -25,7 +25,7 @@ from gateway.engine.kv.layers import batch_of_one, can_batch, can_go_back, make_
 from gateway.engine.kv.prefix_cache import PrefixPool
 from gateway.engine.kv.quantized import quantize_kv
 from gateway.engine.models import gemma4_assistant
-from gateway.engine.models.checkpoint import ASSISTANTS, Checkpoint, Listing, reading_tokenizer
+from gateway.engine.models.checkpoint import Checkpoint, Listing, reading_tokenizer, reads_target
 from gateway.engine.models.context import lower_context
 from gateway.engine.models.counts import text_config
 from gateway.engine.models.decoders import Numbers, read_decoder
@@ -82,7 +82,7 @@ def read_chat_setup(
     ModelLoadFailed.
     """
     checkpoint, formats = open_checkpoint(name, files), formats or ChatFormats()
-    if checkpoint.config().get("model_type") in ASSISTANTS:
+    if reads_target(checkpoint):
         raise checkpoint.failed(
             "it only guesses tokens for a chat model of Gemma 4: name it as that model's `draft:` "
             "in models.yaml"
@@ -186,7 +186,7 @@ class DraftSetup:
     @property
     def reads_target(self) -> bool:
         """Whether it reads its target's KV and states, as Gemma 4's drafter does."""
-        return self.checkpoint.config().get("model_type") in ASSISTANTS
+        return reads_target(self.checkpoint)
 
 
 def read_draft_setup(files: Path, *, name: str, target: ChatSetup, numbers: Numbers) -> DraftSetup:
