@@ -11,6 +11,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 from mlx_lm.utils import _get_classes
 
+from gateway.engine.models import gemma4_assistant
 from gateway.engine.models.checkpoint import Checkpoint
 from gateway.engine.models.mtp_head import MtpHead
 
@@ -81,6 +82,18 @@ HEADED: dict[str, Any] = {
         "rope_theta": 10000.0,
         "partial_rotary_factor": 0.5,
     },
+}
+# Layer 0 has a window, and layers 2 and 3 read the KV of layers 0 and 1.
+GEMMA4: dict[str, Any] = {
+    "model_type": "gemma4_text",
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 2,
+    "sliding_window": 48,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "hidden_size_per_layer_input": 0,
+    "use_double_wide_mlp": False,
 }
 # A plain decoder, whose head `add_head` writes as a layer after the last.
 AFTER_LAST: dict[str, Any] = {
@@ -182,6 +195,55 @@ def add_head(folder: Path, seed: int = 7, *, is_right: bool = False) -> Path:
             if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")):
                 weights[name] = weights[name] * 0.005
     mx.save_safetensors(str(file), weights)
+    return folder
+
+
+def write_assistant(
+    folder: Path, target: Path, seed: int = 9, *, is_right: bool = False, **config: Any
+) -> Path:
+    """Write a drafter of Gemma 4 with random weights, and its target's tokenizer.
+
+    If it `is_right`, most guesses are: the target's layers and the drafter's are made to add little
+    to a token's embedding, of which the drafter makes the target's logits.
+    """
+    text = json.loads((target / "config.json").read_text())
+    text = text.get("text_config", text)
+    width = text["hidden_size"]
+    text |= {"hidden_size": width if is_right else 32, "num_hidden_layers": 2}
+    text |= {"layer_types": ["sliding_attention", "full_attention"], "num_kv_shared_layers": 2}
+    text |= {"tie_word_embeddings": True, "vocab_size_per_layer_input": 0}
+    text |= {key: config.pop(key) for key in text.keys() & config.keys()}
+    whole = {
+        "model_type": "gemma4_assistant",
+        "backbone_hidden_size": width,
+        "text_config": text,
+        "num_centroids": next(n for n in (8, 7, 5, 4, 3, 2, 1) if text["vocab_size"] % n == 0),
+        "centroid_intermediate_top_k": 1,
+        **config,
+    }
+    folder.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(target / name, folder)
+    (folder / "config.json").write_text(json.dumps(whole))
+    mx.random.seed(seed)
+    arguments: Any = gemma4_assistant.ModelArgs
+    model: Any = gemma4_assistant.Model(arguments.from_dict(whole))
+    named: Any = tree_flatten(model.parameters())
+    weights = {name: array * (3 if array.ndim > 1 else 1) for name, array in named}
+    if whole.get("use_ordered_embeddings"):
+        order = mx.random.permutation(text["vocab_size"])
+        weights["masked_embedding.token_ordering"] = order.astype(mx.int32)
+    if is_right:
+        file = target / "model.safetensors"
+        targets: Any = dict(mx.load(str(file)))  # type: ignore[arg-type]  # it has no metadata
+        passed = mx.concatenate([mx.eye(width), mx.zeros((width, width))], axis=1)
+        weights["pre_projection.weight"] = passed
+        weights["model.embed_tokens.weight"] = targets["lm_head.weight"]
+        for each in (weights, targets):
+            small = ("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")
+            each |= {name: each[name] * 0.005 for name in each if name.endswith(small)}
+        mx.save_safetensors(str(file), targets)
+    mx.save_safetensors(str(folder / "model.safetensors"), weights)
     return folder
 
 

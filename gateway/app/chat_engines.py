@@ -32,6 +32,7 @@ from gateway.engine.models.checkpoint import (
     Listing,
     kv_bytes,
     must_stay_packed,
+    reads_target,
     weights_bytes,
 )
 from gateway.engine.models.context import full_attention_share
@@ -74,11 +75,13 @@ class ChatEngines:
     prefixes: PrefixPool  # the prefix pool of models that have no separate one
     report: Report  # called for weights without a kernel on the device
 
-    def digest(self, spec: ChatSpec, files: Path) -> str:
+    def digest(self, spec: ChatSpec, files: Path, draft: DraftFiles | None = None) -> str:
         checkpoint = open_checkpoint(spec.id, files)
         digest = self_test_digest(checkpoint, self.device, self._numbers(checkpoint, spec))
         if self._head(spec, checkpoint):
             digest = f"{digest}-head"  # its KV is kept with the model's
+        if draft is not None and reads_target(self._listing(*draft)):
+            digest = f"{digest}-states"  # the model keeps its hidden states for it
         share = self._share(spec)
         if share is None:
             return digest

@@ -188,7 +188,10 @@ class MlxEngines:
                 log.info("model_download", model=spec.id, percent=percent)
 
     async def digest(self, spec: ChatSpec, files: Path) -> str:
-        return await run_in_daemon_thread(lambda: self._chat.digest(spec, files))
+        """Return a digest of everything that a self-test and kept prompts depend on."""
+        return await run_in_daemon_thread(
+            lambda: self._chat.digest(spec, files, self._find_draft(spec))
+        )
 
     def fetched(self, spec: ModelSpec) -> Fetched:
         draft = self._draft_of(spec)

@@ -9,7 +9,7 @@ import mlx.core as mx
 import pytest
 
 from gateway.registry import ChatSpec
-from tests.checkpoints import HEADED, add_head, write_chat
+from tests.checkpoints import GEMMA4, HEADED, add_head, write_assistant, write_chat
 from tests.cpu_engines import cpu_engines
 from tests.serving_app import catalog, served
 
@@ -110,3 +110,38 @@ async def test_what_is_kept_with_a_heads_kv_is_not_read_without_it(tmp_path: Pat
     digests = [await engines.digest(spec, folder) for spec in specs]
     assert digests[0] != digests[1]
     assert await engines.digest(specs[0], plain) == await engines.digest(specs[1], plain)
+
+
+async def test_gemma_4s_drafter_is_counted_and_guesses_but_is_served_to_nobody(
+    tmp_path: Path,
+) -> None:
+    model = write_chat(tmp_path / "large", **GEMMA4)
+    drafter = write_assistant(tmp_path / "small", model, is_right=True)
+    listing, engines = catalog(tmp_path, entries()), cpu_engines(speculate_rows=4)
+    specs = {each.id: each for each in listing.specs}
+    [large, without] = [
+        await each.size(specs["large"], model) for each in (engines, cpu_engines(speculate_rows=0))
+    ]
+    weights: Any = mx.load(str(drafter / "model.safetensors"))
+    assert large.weights == without.weights + sum(each.nbytes for each in weights.values())
+    assert (large.kv, large.kv_token) == (without.kv, without.kv_token)
+    async with served(listing, engines) as client:
+        assert (await ask(client, "large")).status_code == 200
+        counted = re.search(COUNTED, (await client.get("/metrics")).text)
+        assert counted is not None
+        assert float(counted[1]) > 0
+        refused = await ask(client, "small")
+        assert refused.status_code == 500
+        assert "`draft:`" in refused.json()["error"]["message"]
+
+
+async def test_what_is_kept_with_the_states_for_a_drafter_is_not_read_without_them(
+    tmp_path: Path,
+) -> None:
+    model = write_chat(tmp_path / "large", **GEMMA4)
+    write_assistant(tmp_path / "small", model)
+    engines = cpu_engines(speculate_rows=4)
+    catalogs = [catalog(tmp_path, entries(**each)) for each in ({}, {"draft": None})]
+    specs = [each for found in catalogs for each in found.specs if each.id == "large"]
+    digests = [await engines.digest(spec, model) for spec in specs if isinstance(spec, ChatSpec)]
+    assert digests[0] != digests[1]

@@ -7,5 +7,6 @@ answer.
 prompt_lookup  drafts copied from a sequence's context
 draft_model    drafts from a smaller model
 head_drafter   drafts from the model's own head
+shared_kv_drafter  drafts from Gemma 4's drafter
 draft_policy   the number of speculative tokens, and the source of drafts
 """

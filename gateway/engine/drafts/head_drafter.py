@@ -12,7 +12,7 @@ from typing import Any, Final
 import mlx.core as mx
 
 from gateway.engine.drafts.prompt_lookup import DraftedSequence, Patience
-from gateway.engine.kv.layers import padded
+from gateway.engine.kv.layers import StatesCache, padded, row_lengths
 from gateway.jobs.steps import Drafter
 
 MOST_GUESSED: Final = 4  # the most tokens per draft
@@ -51,11 +51,11 @@ class HeadDrafter:
     def draft(
         self, seqs: Mapping[int, DraftedSequence], rooms: Mapping[int, int]
     ) -> dict[int, Sequence[int]]:
-        states, kv = self._cache[-2:]
+        states, counts = self._states, row_lengths(self._cache)
         known = states.known if states.recent is not None else (0,) * len(self._seqs)
         feeds: list[list[int]] = []
         lengths: dict[int, int] = {}
-        for seq, read, count in zip(self._seqs, kv.lengths.counts, known, strict=True):
+        for seq, read, count in zip(self._seqs, counts, known, strict=True):
             feed, room = seq.context[read:], rooms.get(seq.id, 0)
             # Forced tokens have no hidden states yet, so their sequence gets no draft this time.
             if len(feed) <= count + 1 and room > 0 and self.is_due(seq.id, seq.context):
@@ -72,9 +72,14 @@ class HeadDrafter:
             if seq.id in lengths
         }
 
+    @property
+    def _states(self) -> Any:
+        """The hidden state of each row's last token."""
+        return next(each for each in reversed(self._cache) if isinstance(each, StatesCache))
+
     def _guess(self, feeds: Sequence[list[int]], length: int) -> list[list[int]]:
         """Return a draft of `length` tokens after each row's `feed`, which the KV lacks."""
-        states, kv = self._cache[-2:]
+        states, kv = self._states, self._cache[-1]
         width, before = max(map(len, feeds)), kv.lengths
         padding = [width - len(feed) for feed in feeds]
         tokens = mx.array(

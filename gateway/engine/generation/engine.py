@@ -30,7 +30,6 @@ from gateway.engine.kv.prefix_cache import PrefixCache, PrefixPool
 from gateway.engine.models.adapters import Adapters
 from gateway.engine.models.decoders import floating_dtype, parameters
 from gateway.engine.models.kv_costs import measure_kv
-from gateway.engine.models.mtp_head import uses_head
 from gateway.engine.vision.sight import Sight
 from gateway.jobs.chat import GenerateJob, Grammar, Reading, Sampling
 from gateway.jobs.images import FIRST_IMAGE_ID
@@ -50,7 +49,7 @@ class GenerationEngine:
         *,
         prefixes: PrefixPool | None = None,  # None turns the prefix cache off
         speculate_rows: int = 0,
-        draft_model: DraftModel | None = None,
+        drafter: DraftModel | HeadDrafter | None = None,
         bounds: DeviceBounds | None = None,
         sight: Sight | None = None,
     ) -> None:
@@ -64,9 +63,6 @@ class GenerationEngine:
         if not (is_listed(model) or all(is_plain(layer) for layer in empty)):
             speculate_rows = 0  # rollback of rejected tokens is untested for this model
         self._faults = Faults()
-        drafter: DraftModel | HeadDrafter | None = draft_model
-        if drafter is None and uses_head(model):
-            drafter = HeadDrafter(model, vocab_size=setup.vocab_size)
         self._drafts = DraftPolicy(speculate_rows, drafter, self._faults.record_draft)
         self._sequences = Sequences(
             model,
@@ -80,8 +76,8 @@ class GenerationEngine:
         )
         if kv_cost.constant and speculate_rows:
             kv_cost = replace(kv_cost, draft=DraftCost(0, kv_cost.constant, speculate_rows))
-        if draft_model is not None:
-            kv_cost = draft_model.with_kv(kv_cost, speculate_rows)
+        if isinstance(drafter, DraftModel):
+            kv_cost = drafter.with_kv(kv_cost, speculate_rows)
         tested_tokens = count_tokens(model, setup.max_context)
         findings = setup.unread_formats, setup.notes, setup.verified
         self.facts = EngineFacts(

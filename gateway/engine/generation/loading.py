@@ -14,6 +14,8 @@ from mlx_lm.utils import load_config
 from gateway.engine.answers.response_template import ResponseTemplate
 from gateway.engine.device import Device, DeviceBounds
 from gateway.engine.drafts.draft_model import DraftModel
+from gateway.engine.drafts.head_drafter import HeadDrafter
+from gateway.engine.drafts.shared_kv_drafter import SharedKvDrafter
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.engine.generation.prepare import ChatSetup
 from gateway.engine.grammar.schema_bounds import Shape
@@ -22,13 +24,15 @@ from gateway.engine.grammar.tokenizer import GrammarTokenizer
 from gateway.engine.kv.layers import batch_of_one, can_batch, can_go_back, make_batch_caches
 from gateway.engine.kv.prefix_cache import PrefixPool
 from gateway.engine.kv.quantized import quantize_kv
-from gateway.engine.models.checkpoint import Checkpoint, Listing, reading_tokenizer
+from gateway.engine.models import gemma4_assistant
+from gateway.engine.models.checkpoint import Checkpoint, Listing, reading_tokenizer, reads_target
 from gateway.engine.models.context import lower_context
 from gateway.engine.models.counts import text_config
 from gateway.engine.models.decoders import Numbers, read_decoder
 from gateway.engine.models.gguf.checkpoint import GgufCheckpoint, open_checkpoint
 from gateway.engine.models.gguf.vocabulary import named_ends, read_sampling, wrap_tokenizer
 from gateway.engine.models.missing_kernels import Report
+from gateway.engine.models.mtp_head import uses_head
 from gateway.engine.models.notes import list_notes, verified_by
 from gateway.engine.models.sharding import RankShare
 from gateway.engine.prompting.chat_template import TemplateRefusal
@@ -78,6 +82,11 @@ def read_chat_setup(
     ModelLoadFailed.
     """
     checkpoint, formats = open_checkpoint(name, files), formats or ChatFormats()
+    if reads_target(checkpoint):
+        raise checkpoint.failed(
+            "it only guesses tokens for a chat model of Gemma 4: name it as that model's `draft:` "
+            "in models.yaml"
+        )
     with reading_tokenizer(checkpoint):
         config, wrapper = _read_tokenizer(checkpoint, files)
         kind = str(config.get("model_type"))
@@ -174,6 +183,11 @@ class DraftSetup:
     max_context: int
     numbers: Numbers
 
+    @property
+    def reads_target(self) -> bool:
+        """Whether it reads its target's KV and states, as Gemma 4's drafter does."""
+        return reads_target(self.checkpoint)
+
 
 def read_draft_setup(files: Path, *, name: str, target: ChatSetup, numbers: Numbers) -> DraftSetup:
     """Read the config and tokenizer of a draft model for `target`.
@@ -192,9 +206,13 @@ def read_draft_setup(files: Path, *, name: str, target: ChatSetup, numbers: Numb
             f"as {min(differing)!r}. A draft needs the same tokenizer: see `draft:` in models.yaml"
         )
     vocab_size = int(text_config(config).get("vocab_size") or backend.get_vocab_size())
-    return DraftSetup(
-        checkpoint, vocab_size, _context(checkpoint, config, target.max_context), numbers
-    )
+    context = _context(checkpoint, config, target.max_context)
+    setup = DraftSetup(checkpoint, vocab_size, context, numbers)
+    if setup.reads_target and numbers.kv_bits is not None:
+        raise target.checkpoint.failed(
+            f"its draft {name!r} has `kv_bits`, but no KV of its own: remove it from {name!r}"
+        )
+    return setup
 
 
 def load_generation_in_steps(
@@ -218,29 +236,21 @@ def load_generation_in_steps(
     notes = [*setup.notes]
     has_head = has_head and speculate_rows > 0 and draft is None and share is None
     model = yield from _read_model(
-        setup.checkpoint, numbers, device, share, report, setup.max_context, notes.append, has_head
+        setup.checkpoint,
+        numbers,
+        device,
+        share,
+        report,
+        setup.max_context,
+        note=notes.append,
+        has_head=has_head,
+        keeps_states=draft is not None and draft.reads_target,
     )
     if share is not None and share.parallel == "pipeline":
         prefix_cache_bytes = 0  # ranks hold different layers, so their caches would differ
     bounds = bounds or DeviceBounds()
     prefixes = prefixes or PrefixPool(prefix_cache_bytes, bounds.kept)
-    draft_model = None
-    if draft is not None:
-        drafter = yield from _read_model(
-            draft.checkpoint, draft.numbers, device, None, report, draft.max_context
-        )
-        for decoder, checkpoint in ((model, setup.checkpoint), (drafter, draft.checkpoint)):
-            if not (can_batch(decoder) and can_go_back(batch_of_one(make_batch_caches(decoder)))):
-                raise setup.checkpoint.failed(
-                    f"{checkpoint.name!r} uses a cache that cannot be rolled back after rejected "
-                    f"tokens, so it can neither have nor be `draft: {draft.checkpoint.name}`"
-                )
-        draft_model = DraftModel(
-            drafter,
-            vocab_size=min(draft.vocab_size, setup.vocab_size),
-            max_context=draft.max_context,
-            prefixes=prefixes,
-        )
+    drafter = yield from _open_drafter(model, setup, draft, device, report, prefixes)
     sight = None
     if setup.images is not None and share is None:
         assert isinstance(setup.checkpoint, Checkpoint)
@@ -255,9 +265,42 @@ def load_generation_in_steps(
         replace(setup, notes=notes),
         prefixes=prefixes,
         speculate_rows=speculate_rows,
-        draft_model=draft_model,
+        drafter=drafter,
         bounds=bounds,
         sight=sight,
+    )
+
+
+def _open_drafter(
+    model: Any,
+    setup: ChatSetup,
+    draft: DraftSetup | None,
+    device: Device,
+    report: Report | None,
+    prefixes: PrefixPool,
+) -> Generator[None, None, DraftModel | HeadDrafter | None]:
+    """Load the draft model; without one, return the drafter of the model's own head, if any."""
+    if draft is None:
+        return HeadDrafter(model, vocab_size=setup.vocab_size) if uses_head(model) else None
+    name, both = draft.checkpoint.name, [(model, setup.checkpoint)]
+    draft_model = yield from _read_model(
+        draft.checkpoint, draft.numbers, device, None, report, draft.max_context
+    )
+    if not draft.reads_target:
+        both.append((draft_model, draft.checkpoint))
+    elif misfit := gemma4_assistant.find_misfit(draft_model, model):
+        raise setup.checkpoint.failed(f"its draft {name!r} does not fit it: {misfit}")
+    for decoder, checkpoint in both:
+        if not (can_batch(decoder) and can_go_back(batch_of_one(make_batch_caches(decoder)))):
+            raise setup.checkpoint.failed(
+                f"{checkpoint.name!r} uses a cache that cannot be rolled back after rejected "
+                f"tokens, so it can neither have nor be `draft: {name}`"
+            )
+    vocab_size = min(draft.vocab_size, setup.vocab_size)
+    if draft.reads_target:
+        return SharedKvDrafter(draft_model, model, vocab_size=vocab_size)
+    return DraftModel(
+        draft_model, vocab_size=vocab_size, max_context=draft.max_context, prefixes=prefixes
     )
 
 
@@ -270,6 +313,7 @@ def _read_model(
     context: int,
     note: Callable[[str], None] | None = None,
     has_head: bool = False,
+    keeps_states: bool = False,
 ) -> Generator[None, None, Any]:
     model = yield from read_decoder(
         checkpoint,
@@ -281,6 +325,8 @@ def _read_model(
         report=report,
         has_head=has_head,
     )
+    if keeps_states:
+        gemma4_assistant.keep_states(model)
     if numbers.kv_bits is not None:
         quantize_kv(checkpoint, model, numbers.kv_bits, is_shared=share is not None)
     return model

@@ -188,6 +188,10 @@ class RaggedKVCache(_Base):  # type: ignore[misc]
     def keys_and_values(self) -> tuple[Any, Any]:
         return self.unpack(self._used())
 
+    def floating(self) -> tuple[mx.array, mx.array]:
+        """Return the keys and values, dequantized if they are quantized."""
+        return self.keys_and_values()
+
     def make_mask(
         self,
         N: int,  # noqa: N803

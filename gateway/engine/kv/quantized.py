@@ -66,6 +66,10 @@ class PackedKVCache(RaggedKVCache):
         self._gives_packed = keys.shape[2] <= self._packing.most_packed
         return super().update_and_fetch(keys, values)
 
+    def floating(self) -> tuple[mx.array, mx.array]:
+        self._gives_packed = False
+        return super().floating()
+
     def pack(self, keys: mx.array, values: mx.array) -> list[mx.array]:
         both, how = mx.concatenate([keys, values], axis=1), self._packing
         packed: Any = mx.quantize(both, group_size=how.group_size, bits=how.bits)

@@ -2,6 +2,8 @@
 
 decoders         load mlx-lm's models; evaluate long passes in parts
 adapters         LoRA adapters of one model
+gemma4_assistant  the drafter of Gemma 4
+hidden_states    the states from which tokens are guessed
 gguf             chat models in llama.cpp's GGUF files
 decoder_kernels  SwiGLU and attention for CPUs; fused projections
 encoder_kernels  exp, softmax and GELU for CPUs

@@ -19,6 +19,8 @@ SLICE_BYTES: Final = 256 << 20
 # mlx-lm's OLMo class calls sys.exit if a package is missing.
 MISSING_PACKAGE: Final = "mlx-lm's class for this model_type needs a package that is not installed"
 KV_GROUP_SIZES: Final = (64, 32)
+# The drafters of Gemma 4, by model_type.
+ASSISTANTS: Final = ("gemma4_assistant", "gemma4_unified_assistant")
 # Names of weights for images, sound or drafts.
 TOWER: Final = r"visual|(embed_)?(vision|audio)\w*|\w*(projector|tower|embedder)|mtp\w*"
 _PLACE: Final = re.compile(r"model\.layers\.(\d+)\.")
@@ -72,6 +74,11 @@ class Checkpoint(Folder):
             for name, tensor in self.all_tensors().items()
             if (has_towers or not _TOWER.fullmatch(name)) and not is_later(name, layers)
         }
+
+
+def reads_target(checkpoint: Listing) -> bool:
+    """Return True if a model only guesses tokens for another one, whose KV it reads."""
+    return checkpoint.config().get("model_type") in ASSISTANTS
 
 
 def is_later(name: str, layers: Any) -> bool:
@@ -225,9 +232,11 @@ def kv_bytes(
 ) -> int:
     """Estimate the bytes of KV for `tokens` tokens, but at most for the model's context.
 
-    Returns 0 if the config lacks the usual keys.
+    Returns 0 if the config lacks the usual keys, or the model has no KV of its own.
     """
     config = text_config(checkpoint.config())
+    if reads_target(checkpoint):
+        return 0
     try:
         heads = int(config["num_attention_heads"])
         kv_heads = int(config.get("num_key_value_heads") or heads)

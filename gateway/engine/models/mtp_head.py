@@ -19,6 +19,7 @@ from mlx_lm.models.cache import ArraysCache, KVCache
 
 from gateway.engine.models.checkpoint import Checkpoint, is_later
 from gateway.engine.models.folder import Tensor, join_names
+from gateway.engine.models.hidden_states import keep_state
 from gateway.engine.models.own_classes import Classes, Weights, stack_experts
 
 _QWEN: Final = r"(?:(?:language_)?model\.)*mtp\.(.+)"
@@ -88,6 +89,71 @@ class MtpHead(Module):
         return joined
 
 
+class _Headed(Module):
+    """A model that keeps its head's KV, and the hidden state of each row's last token.
+
+    They are the last two of its caches.
+    """
+
+    head_fault = ""  # why the head is not used
+    _is_checked = False
+
+    @property
+    def _text(self) -> Any:
+        return getattr(self, "language_model", self)
+
+    def __call__(
+        self, inputs: mx.array, cache: Any = None, input_embeddings: mx.array | None = None
+    ) -> mx.array:
+        text = self._text
+        given = {} if input_embeddings is None else {"input_embeddings": input_embeddings}
+        hidden = text.model(inputs, cache, **given)
+        if cache is not None and not self.head_fault:
+            if input_embeddings is None:
+                input_embeddings = text.model.embed_tokens(inputs)
+            series = keep_state(cache[-2], hidden)
+            text.mtp.follow(series[:, :-1], input_embeddings, cache[-1])
+        return self._score(hidden)
+
+    def guess(self, hidden: mx.array, tokens: mx.array, kv: Any) -> mx.array:
+        """Return the head's states, (rows, n, width), after `tokens`, (rows, n)."""
+        text = self._text
+        states: mx.array = text.mtp(hidden, text.model.embed_tokens(tokens), kv)
+        return states
+
+    def score(self, states: mx.array) -> mx.array:
+        """Return the logits, (rows, n, vocabulary), of the head's states."""
+        return self._score(self._text.mtp.finish(states))
+
+    def _score(self, hidden: mx.array) -> mx.array:
+        text = self._text
+        output = text.lm_head if "lm_head" in text else text.model.embed_tokens.as_linear
+        logits: mx.array = output(hidden)
+        return logits
+
+    def make_cache(self) -> list[Any]:
+        kv: Any = KVCache  # untyped in mlx-lm
+        parent: Any = super()
+        has_own = hasattr(parent, "make_cache")
+        layers = parent.make_cache() if has_own else [kv() for _ in self.layers]
+        return layers if self.head_fault else [*layers, ArraysCache(1), kv()]
+
+    def name_head(self, own: Weights, packing: dict[str, Any] | None) -> dict[str, mx.array]:
+        """Return a head's weights by their names in the model; none if they don't fit it."""
+        text = self._text
+        if not self._is_checked:  # mlx-lm quantizes the head after this
+            self._is_checked = True
+            self.head_fault = _find_fault(own, text.mtp, is_quantized=packing is not None)
+            if self.head_fault:
+                text.pop("mtp")
+        if self.head_fault:
+            return {}
+        prefix = "mtp." if text is self else "language_model.mtp."
+        if packing is not None:  # mlx-lm looks these up after this
+            packing.update(_find_packing(own, text.mtp, prefix))
+        return {f"{prefix}{name}": array for name, array in own.items()}
+
+
 def with_head(
     classes: Classes, config: Mapping[str, Any], found: Weights, *, is_used: bool
 ) -> Classes:
@@ -97,7 +163,7 @@ def with_head(
     """
     base, arguments = classes
     names, packing = _head_names(config, found), config.get("quantization")
-    pattern = _NAMES[config["model_type"]]
+    is_qwen = _NAMES[config["model_type"]] == _QWEN
 
     class Headless(base):  # type: ignore[misc, valid-type]  # chosen at run time
         def sanitize(self, weights: Weights) -> Weights:
@@ -105,77 +171,20 @@ def with_head(
             rest = {name: each for name, each in weights.items() if not is_later(name, layers)}
             return super().sanitize(rest)  # type: ignore[no-any-return]
 
-    class Model(Headless):
-        """A model that keeps its head's KV, and the hidden state of each row's last token.
-
-        They are the last two of its caches.
-        """
-
+    class Model(_Headed, Headless):
         def __init__(self, args: Any) -> None:
-            super().__init__(args)
-            self.head_fault = ""  # why the head is not used
-            self._is_checked = False
+            super().__init__(args)  # type: ignore[call-arg, no-untyped-call]
             self._text.mtp = MtpHead(self._text)
-
-        @property
-        def _text(self) -> Any:
-            return getattr(self, "language_model", self)
-
-        def __call__(
-            self, inputs: mx.array, cache: Any = None, input_embeddings: mx.array | None = None
-        ) -> mx.array:
-            text = self._text
-            given = {} if input_embeddings is None else {"input_embeddings": input_embeddings}
-            hidden = text.model(inputs, cache, **given)
-            if cache is not None and not self.head_fault:
-                if input_embeddings is None:
-                    input_embeddings = text.model.embed_tokens(inputs)
-                _follow(text.mtp, hidden, input_embeddings, *cache[-2:])
-            return self._score(hidden)
-
-        def guess(self, hidden: mx.array, tokens: mx.array, kv: Any) -> mx.array:
-            """Return the head's states, (rows, n, width), after `tokens`, (rows, n)."""
-            text = self._text
-            states: mx.array = text.mtp(hidden, text.model.embed_tokens(tokens), kv)
-            return states
-
-        def score(self, states: mx.array) -> mx.array:
-            """Return the logits, (rows, n, vocabulary), of the head's states."""
-            return self._score(self._text.mtp.finish(states))
-
-        def _score(self, hidden: mx.array) -> mx.array:
-            text = self._text
-            output = text.lm_head if "lm_head" in text else text.model.embed_tokens.as_linear
-            logits: mx.array = output(hidden)
-            return logits
-
-        def make_cache(self) -> list[Any]:
-            kv: Any = KVCache  # untyped in mlx-lm
-            is_plain = not hasattr(base, "make_cache")
-            layers = [kv() for _ in self.layers] if is_plain else super().make_cache()
-            return layers if self.head_fault else [*layers, ArraysCache(1), kv()]
 
         def sanitize(self, weights: Weights) -> Weights:
             kept = dict(super().sanitize(weights))
-            text, own = self._text, {own: found[name] for name, own in names.items()}
-            if pattern == _QWEN:
-                own = _stack(own)
+            own = {own: found[name] for name, own in names.items()}
+            if is_qwen:
+                is_raw = any("conv1d.weight" in n and a.shape[-1] != 1 for n, a in weights.items())
+                own = _add_ones(_stack(own), kept, is_raw=is_raw)
             else:  # the class splits and stacks these as it does those of its own layers
                 own = _rename(super().sanitize({f"{_FIRST}{n}": each for n, each in own.items()}))
-            if not self._is_checked:
-                self._is_checked = True
-                self.head_fault = _find_fault(own, text.mtp, is_quantized=packing is not None)
-                if self.head_fault:
-                    text.pop("mtp")
-            if self.head_fault:
-                return kept
-            if pattern == _QWEN:
-                is_raw = any("conv1d.weight" in n and a.shape[-1] != 1 for n, a in weights.items())
-                own = _add_ones(own, kept, is_raw=is_raw)
-            inner = "" if text is self else "language_model."
-            if packing is not None:  # mlx-lm looks these up after this
-                packing.update(_find_packing(own, text.mtp, f"{inner}mtp."))
-            return kept | {f"{inner}mtp.{name}": array for name, array in own.items()}
+            return kept | self.name_head(own, packing)
 
     return Model if is_used else Headless, arguments
 
@@ -201,21 +210,6 @@ def _head_names(config: Mapping[str, Any], names: Iterable[str]) -> dict[str, st
     pattern = _NAMES.get(str(config.get("model_type")), "")
     own = re.compile(pattern.replace("{layers}", str(config.get("num_hidden_layers"))))
     return {name: match[1] for name in names if (match := own.fullmatch(name))} if pattern else {}
-
-
-def _follow(head: MtpHead, hidden: mx.array, embedded: mx.array, states: Any, kv: Any) -> None:
-    rows, tokens, width = hidden.shape
-    before = mx.zeros((rows, 1, width), hidden.dtype) if states[0] is None else states[0]
-    series = mx.concatenate([before, hidden], axis=1)
-    head.follow(series[:, :-1], embedded, kv)
-    if states.lengths is None:
-        states[0] = mx.contiguous(series[:, -1:])
-    else:  # the rows are padded
-        ends = mx.clip(states.lengths, 0, tokens)[:, None, None]
-        states[0] = mx.take_along_axis(series, ends, axis=1)
-    # After a rollback, the next guess needs the states of the accepted tokens.
-    states.recent = None if getattr(states, "earlier", None) is None else hidden
-    states.advance(tokens)
 
 
 def _rename(found: Weights) -> dict[str, mx.array]:

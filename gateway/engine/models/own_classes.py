@@ -10,6 +10,9 @@ from mlx.nn.layers.activations import relu2
 from mlx.nn.layers.base import Module
 from mlx.nn.layers.linear import Linear
 
+from gateway.engine.models import gemma4_assistant
+from gateway.engine.models.checkpoint import ASSISTANTS
+
 Classes = tuple[Any, Any]  # a model's class and its arguments' class
 Make = Callable[[dict[str, Any]], Classes]
 Weights = Mapping[str, mx.array]
@@ -148,8 +151,13 @@ def _arcee(_: dict[str, Any]) -> Classes:
     return Model, llama.ModelArgs
 
 
+def _gemma4_assistant(_: dict[str, Any]) -> Classes:
+    return gemma4_assistant.Model, gemma4_assistant.ModelArgs
+
+
 OWN: Final[Mapping[str, Make]] = {
     "arcee": _arcee,
+    **dict.fromkeys(ASSISTANTS, _gemma4_assistant),
     "gemma3n": _gemma3n,
     "gemma3n_text": _gemma3n_text,
     "gpt_oss": _renaming("gpt_oss", _transpose_experts),

@@ -36,6 +36,7 @@ from gateway.jobs.chat import (
 from gateway.jobs.steps import SequenceParams
 from tests.checkpoints import (
     AFTER_LAST,
+    GEMMA4,
     HEADED,
     HYBRID,
     SLIDING,
@@ -44,6 +45,7 @@ from tests.checkpoints import (
     merge_adapter,
     teach_thinking,
     write_adapter,
+    write_assistant,
     write_chat,
 )
 from tests.engine.generation.alone import Alone, Told
@@ -67,7 +69,10 @@ KINDS: Final[dict[str, dict[str, Any]]] = {
     },
     "head": {**HEADED, **BASE, **DEEP},
     "later": {**AFTER_LAST, **BASE},
+    "assistant": {**GEMMA4, **BASE, "global_head_dim": 64},
 }  # fmt: skip
+# Its stranger is a drafter of Gemma 4.
+ASSISTANT: Final = "assistant"
 HEADS: Final = ("head", "later")
 # What `kv_bits: 8` makes of a number is one of 256: a rounding may make it the next one.
 PACKED_ROUNDING: Final = 0.05
@@ -128,8 +133,11 @@ class Models:
         base = teach_thinking(write_chat(folder / "base", **KINDS[kind]), opens=True)
         if kind in HEADS:
             add_head(base, is_right=True)
-        stranger = write_chat(folder / "stranger", seed=5, num_hidden_layers=1, **BASE)
-        teach_thinking(stranger, opens=True)
+        if kind == ASSISTANT:
+            stranger = write_assistant(folder / "stranger", base, is_right=True)
+        else:
+            stranger = write_chat(folder / "stranger", seed=5, num_hidden_layers=1, **BASE)
+            teach_thinking(stranger, opens=True)
         adapters = {
             name: write_adapter(folder / name, base, **given) for name, given in ADAPTERS.items()
         }
@@ -157,9 +165,11 @@ class Settings:
     @classmethod
     def draw(cls, chance: random.Random, kind: str) -> "Settings":
         """Draw settings. A model with a head has no draft model, whose drafts would go first."""
-        is_headed = kind in HEADS
-        rows = chance.choice([4, 12, 12] if is_headed else [0, 4, 12])
-        drafts = [""] if is_headed else ["", "base", "base", "stranger"]
+        guesses = kind in HEADS or kind == ASSISTANT
+        rows = chance.choice([4, 12, 12] if guesses else [0, 4, 12])
+        drafts = [""] if kind in HEADS else ["", "base", "base", "stranger"]
+        if kind == ASSISTANT:
+            drafts = ["stranger"]
         return cls(
             chance.choice([0, 300_000, 1 << 30]),
             rows,

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.generation.mixtures import HEADS, KINDS, Mixture, Models
+from tests.engine.generation.mixtures import ASSISTANT, HEADS, KINDS, Mixture, Models
 
 pytestmark = pytest.mark.slow
 
 # One in which much happens in little time: prompts kept and drafts, whatever else.
-SEEDS = {"plain": 4, "sliding": 5, "hybrid": 11, "states": 1, "head": 3, "later": 3}
+SEEDS = {"plain": 4, "sliding": 5, "hybrid": 11, "states": 1, "head": 3, "later": 3, "assistant": 0}
 LONG_STEPS = 10_000 / len(KINDS)
 ALWAYS = {
     "joined",
@@ -56,5 +56,6 @@ def test_no_answer_of_thousands_differs_from_that_of_its_model_alone(
 ) -> None:
     """All that a mixture is for happened, or this would show little."""
     counts = run(tmp_path, kind, lambda steps: steps < LONG_STEPS)
-    always = ALWAYS | ({"mtp_head"} if kind in HEADS else set())
+    source = "mtp_head" if kind in HEADS else "draft_model" if kind == ASSISTANT else ""
+    always = ALWAYS | ({source} if source else set())
     assert min(counts[name] for name in always) >= 5, counts

@@ -14,7 +14,7 @@ import pytest
 from gateway.engine.drafts.prompt_lookup import PromptLookup
 from gateway.engine.generation.engine import GenerationEngine
 from gateway.errors import ModelLoadFailed
-from tests.checkpoints import write_adapter
+from tests.checkpoints import write_adapter, write_assistant
 from tests.engine.generation.harness import PLENTY, answers, ids, load_adapter
 from tests.engine.vision.golden import Arrays, rewrite
 from tests.engine.vision.harness import (
@@ -145,3 +145,17 @@ def test_a_draft_model_changes_no_answer_or_is_refused_by_name(
         engine.close()
         refusal = ""
     assert not refusal or "draft" in refusal
+
+
+@pytest.mark.parametrize("name", ["gemma4", "gemma4_vision"])
+def test_gemma_4s_drafter_guesses_behind_images(name: str, tmp_path: Path) -> None:
+    folder = write_gemma(name, tmp_path / name)
+    drafter = write_assistant(tmp_path / "drafter", folder)
+    plain = open_seeing(folder)
+    expected = [ids(alone(plain, job))[0] for job in JOBS]
+    plain.close()
+    engine = open_seeing(folder, speculate_rows=6, draft=drafter, prefix_cache_bytes=PLENTY)
+    told, drafted, _ = drafting(engine, JOBS)
+    assert told == expected
+    assert drafted > 0
+    engine.close()
