@@ -317,6 +317,32 @@ def test_a_packed_head_may_have_bits_and_a_file_of_its_own(is_beside: bool, tmp_
     assert np.isfinite(np.array(model.guess(cache[-2][0], mx.array([[9]]), cache[-1]))).all()
 
 
+def test_a_head_in_fp8_guesses_as_its_numbers_in_float32_do(tmp_path: Path) -> None:
+    """DeepSeek V3's own files are in FP8, with a scale for each 128 × 128 block."""
+    folder, head = write(tmp_path / "fp8", "deepseek_v3")
+    whole, _ = write(tmp_path / "whole", "deepseek_v3")
+    weights: Any = mx.load(str(folder / "model.safetensors"))
+    floats: Any = mx.load(str(whole / "model.safetensors"))
+    packed = [f"model.layers.2.{name}" for name in head if name.endswith("_proj.weight")]
+    for name in packed:
+        if "eh_proj" not in name:
+            codes = mx.to_fp8(weights[name] / 0.01)
+            weights |= {name: codes, f"{name}_scale_inv": mx.full((1, 1), 0.01)}
+            floats[name] = mx.from_fp8(codes, mx.bfloat16).astype(mx.float32) * 0.01
+    mx.save_safetensors(str(folder / "model.safetensors"), weights)
+    mx.save_safetensors(str(whole / "model.safetensors"), floats)
+    guesses = []
+    for each in (folder, whole):
+        model, notes = load(each)
+        assert not notes
+        cache = batch_of_one(make_batch_caches(model))
+        model(mx.array([TOKENS]), cache=cache)
+        states = model.guess(cache[-2][0], mx.array([[9]]), cache[-1])
+        guesses.append(np.array(model.score(states)))
+    np.testing.assert_allclose(guesses[0], guesses[1], atol=0.05)
+    assert np.std(guesses[0]) > 0.1
+
+
 @pytest.mark.parametrize("lost", ["eh_proj.weight", "self_attn.kv_b_proj.weight"])
 def test_a_layer_that_lacks_arrays_is_named_and_left_out(lost: str, tmp_path: Path) -> None:
     folder, _ = write(tmp_path, "deepseek_v3")
