@@ -14,7 +14,7 @@ from gateway.engine.device import Device
 from gateway.engine.kv.layers import batch_of_one, make_batch_caches
 from gateway.engine.models.checkpoint import Checkpoint
 from gateway.engine.models.decoders import open_decoder
-from gateway.engine.models.mtp_head import head_tensors
+from gateway.engine.models.head_names import head_tensors
 from tests.checkpoints import AFTER_LAST, add_head, write_chat
 
 TOKENS = [5, 17, 300, 42, 42, 7, 911, 64, 3]
