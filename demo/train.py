@@ -4,7 +4,6 @@ Writes a folder mlx-lm loads. Progress goes to stdout; every few minutes the fol
 the newest weights, so that a run can be stopped at any time.
 """
 
-import argparse
 import json
 import shutil
 import time
@@ -28,6 +27,7 @@ from tokenizers import Tokenizer
 from demo.batches import Batch, Batches
 from demo.data import conversations
 from demo.forward import loss_at
+from demo.options import read_options
 from demo.tokens import BEGIN, CONTEXT, END, PAD, Template, save_tokenizer, train_tokenizer
 
 VOCABULARY = 1024
@@ -188,13 +188,7 @@ def train(out: Path, minutes: float, seed: int, start: Path | None = None) -> No
 
 def main() -> None:
     """Read the command line and train."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="folder to write the model to")
-    parser.add_argument("--minutes", type=float, default=75, help="wall-clock time to train for")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--start", type=Path, help="folder of a model to go on from")
-    given = parser.parse_args()
-    train(given.out, given.minutes, given.seed, given.start)
+    train(**read_options(__doc__, minutes=75))
 
 
 if __name__ == "__main__":

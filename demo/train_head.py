@@ -4,7 +4,6 @@ The head guesses the token after the next one. Writes demo-chat with
 the head as a layer after the last, as DeepSeek V3 stores it; the other weights stay the same.
 """
 
-import argparse
 import json
 import shutil
 import time
@@ -22,6 +21,7 @@ from mlx.utils import tree_flatten
 
 from demo.batches import Batch, Batches
 from demo.forward import cross_entropy, head_states, hidden_states
+from demo.options import read_options
 from demo.train import MATRIX_RATE, OTHER_RATE, new_model, new_optimizer, rate, saved_tokenizer
 from gateway.engine.models.mtp_head import MtpHead
 
@@ -125,13 +125,7 @@ def train(out: Path, minutes: float, seed: int, start: Path | None = None) -> No
 
 def main() -> None:
     """Read the command line and train."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="folder to write the model to")
-    parser.add_argument("--minutes", type=float, default=15, help="wall-clock time to train for")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--start", type=Path, help="folder of a head to go on from")
-    given = parser.parse_args()
-    train(given.out, given.minutes, given.seed, given.start)
+    train(**read_options(__doc__, minutes=15))
 
 
 if __name__ == "__main__":

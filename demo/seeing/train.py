@@ -4,7 +4,6 @@ Writes a folder of Qwen3-VL's layout. Progress goes to stdout; every few minutes
 replaced by the newest weights, so that a run can be stopped at any time.
 """
 
-import argparse
 import json
 import shutil
 import time
@@ -23,6 +22,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import qwen3
 from tokenizers import Tokenizer
 
+from demo.options import read_options
 from demo.seeing.batches import Batch, Batches
 from demo.seeing.drawing import SIDE
 from demo.seeing.forward import GRID, MERGE, Seeing, loss_at
@@ -265,13 +265,7 @@ def train(out: Path, minutes: float, seed: int, start: Path | None = None) -> No
 
 def main() -> None:
     """Read the command line and train."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="folder to write the model to")
-    parser.add_argument("--minutes", type=float, default=40, help="wall-clock time to train for")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--start", type=Path, help="folder of a model to go on from")
-    given = parser.parse_args()
-    train(given.out, given.minutes, given.seed, given.start)
+    train(**read_options(__doc__, minutes=40))
 
 
 if __name__ == "__main__":

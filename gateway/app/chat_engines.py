@@ -40,8 +40,8 @@ from gateway.engine.models.counts import text_config
 from gateway.engine.models.decoders import Numbers
 from gateway.engine.models.folder import Tensor
 from gateway.engine.models.gguf.checkpoint import GgufCheckpoint, open_checkpoint
+from gateway.engine.models.head_names import head_tensors
 from gateway.engine.models.missing_kernels import Report
-from gateway.engine.models.mtp_head import head_tensors
 from gateway.engine.models.sharding import RankShare, SharedListing
 from gateway.engine.prompting.chat_tokenizer import ChatFormats
 from gateway.engine.vision.towers import tower_tensors

@@ -29,7 +29,9 @@ if TYPE_CHECKING:
     from gateway.engine import device as device
     from gateway.engine import hub as hub
     from gateway.engine import inputs as inputs
+    from gateway.engine.models import head_names as head_names
     from gateway.engine.models import sharding as sharding
+    from gateway.engine.models.folder import Folder as Folder
     from gateway.engine.models.notes import verified_by as verified_by
     from gateway.engine.vision.families import FAMILIES as FAMILIES
     from gateway.jobs import Progress as Progress
@@ -54,7 +56,8 @@ _PLACES = {
     "gateway.cli": ("screen",),
     "gateway.doctor": ("trial",),
     "gateway.engine": ("blas", "device", "hub", "inputs"),
-    "gateway.engine.models": ("sharding",),
+    "gateway.engine.models": ("head_names", "sharding"),
+    "gateway.engine.models.folder": ("Folder",),
     "gateway.engine.models.notes": ("verified_by",),
     "gateway.engine.vision.families": ("FAMILIES",),
     "gateway.jobs": ("Progress",),

@@ -1,5 +1,6 @@
 """The commands about models.yaml and its models' files."""
 
+import contextlib
 import json
 import sys
 from collections.abc import Iterable, Iterator
@@ -141,7 +142,7 @@ def models(
     models: ModelsFile = None,
     discover: Discover = False,
 ) -> None:
-    """List the models: id, kind, whether they are on disk, and their size.
+    """List the models: id, kind, whether they are on disk, their size, and any MTP head.
 
     Off a terminal, aliases and sources are columns too. Models that are found but cannot be served
     are listed with the reason.
@@ -188,18 +189,28 @@ def _find_others(settings: Settings, listed: Iterable[ModelSpec]) -> Iterator[Mo
 
 
 def disk_state(spec: ModelSpec, hub: "Hub") -> tuple[str, str]:
+    """Return whether a model is on the disk, and its size with what its files have beside it."""
     try:
         folder = lazy.hub.on_disk(spec, hub)
     except GatewayError:
         folder = None
     if folder is not None and lazy.hub.has_weights(folder):
-        return "yes", human_bytes(lazy.hub.stored_bytes(folder))
+        size = human_bytes(lazy.hub.stored_bytes(folder))
+        return "yes", f"{size}, mtp_head" if _has_head(spec, folder) else size
     fetched = 0
     if isinstance(spec.source, HubSource):
         fetched = lazy.hub.fetched_bytes(spec, hub)
     if not fetched:
         return "no", ""
     return "in part", human_bytes(fetched)
+
+
+def _has_head(spec: ModelSpec, files: Path) -> bool:
+    """Return True if a chat model's files have a head that guesses tokens."""
+    with contextlib.suppress(Exception):  # loading will report the error
+        folder = lazy.Folder(spec.id, files)
+        return isinstance(spec, ChatSpec) and bool(lazy.head_names.head_tensors(folder))
+    return False
 
 
 def pull(

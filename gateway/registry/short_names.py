@@ -38,6 +38,7 @@ class Facts(Section):
     weights_bytes: int | None = Field(default=None, ge=1)
     context: int | None = Field(default=None, ge=1)
     images: bool | None = None  # True: its files include a vision tower
+    mtp_head: bool | None = None  # True: its files include a head that guesses tokens
     is_coder: bool = False  # made for coding agents, so not the one to take for all chats
     kv: tuple[LayersKept, ...] = ()
     parameters_b: float | None = Field(default=None, gt=0)  # billions, with all experts

@@ -16,7 +16,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from gateway import engine  # noqa: F401  (OpenBLAS before mlx)
+
+# isort: split
 import httpx2
+import mlx.core as mx
 import pytest
 from anyio.from_thread import BlockingPortal
 from structlog.testing import capture_logs
@@ -24,7 +28,7 @@ from structlog.testing import capture_logs
 from gateway.app.gateway import Gateway
 from gateway.cli.local_key import keep_key, read_key
 from gateway.registry import read_short_names
-from tests.checkpoints import write_chat
+from tests.checkpoints import AFTER_LAST, HEADED, add_head, write_chat
 from tests.cli.conftest import Inside
 from tests.fakes import ScriptedEngines
 from tests.processes import command, environment, free_port, ran, started
@@ -100,6 +104,32 @@ def test_list_has_what_was_pulled_under_the_names_that_serve_takes(home: Path, r
         ["qwen3-0.6b", "chat", "yes"], ["org/pulled", "chat", "yes"],
     ]  # fmt: skip
     assert "org/pulled" not in run("models").stdout
+
+
+def test_a_head_in_a_models_files_is_named_beside_its_size(home: Path, run: Run) -> None:
+    names = ("mtp", "later", "beside", "bare", "torn", "broken")
+    for name in names:
+        folder = write_chat(home / name, **(AFTER_LAST if name == "later" else HEADED))
+        if name != "bare":
+            add_head(folder)
+    catalog(home, {name: {"kind": "chat", "source": f"path:{name}"} for name in names})
+    file = home / "beside" / "model.safetensors"
+    weights: Any = mx.load(str(file))
+    head = {name: weights.pop(name) for name in list(weights) if ".mtp." in name}
+    mx.save_safetensors(str(file.with_name("mtp.safetensors")), head)
+    mx.save_safetensors(str(file), weights)
+    torn = home / "torn" / "model.safetensors"
+    torn.write_bytes(torn.read_bytes()[:-1])
+    (home / "broken" / "config.json").write_text("{")
+    for listing in ("models", "list"):
+        rows = [line.split("\t") for line in run(listing).stdout.splitlines()]
+        sizes = {row[0]: row[-1] for row in rows}
+        assert {*sizes} == {*names}
+        headed = {name for name, size in sizes.items() if size.endswith("iB, mtp_head")}
+        assert headed == {"mtp", "later", "beside"}
+        assert all(sizes[name].endswith("iB") for name in {*names} - headed)
+    shown = dict(line.split("\t") for line in run("show", "mtp").stdout.splitlines())
+    assert shown["on disk"].endswith("iB, mtp_head")
 
 
 def test_a_terminal_shows_each_model_in_a_line(home: Path) -> None:

@@ -26,6 +26,7 @@ ROOT = Path(__file__).parents[2]
 FILE = ROOT / "catalogue.yaml"
 FACTS_OF = {name: facts for name, _, facts in read_facts()}
 MULTIMODAL = {"qwen3_5", "qwen3_5_moe", "gemma3", "gemma4"}  # a conversion may lack the tower
+HEADED = {"qwen3_5", "qwen3_5_moe", "glm4_moe", "glm4_moe_lite"}  # a conversion may lack the head
 PAGE = re.compile(r"https://[\w.-]+/\S+|models\.yaml")
 
 
@@ -65,6 +66,7 @@ def test_what_is_not_said_is_named_as_unread(name: str, specs: dict[str, HubSour
         "context": facts.context,
         "sampling": entry.get("sampling") if entry["kind"] == "chat" else True,
         "images": facts.images if facts.architecture in MULTIMODAL else True,
+        "mtp_head": facts.mtp_head if facts.architecture in HEADED else True,
     }
     # A fact from the id's own page has no address.
     unread = {*facts.unread} - {"page"}

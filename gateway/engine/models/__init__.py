@@ -15,6 +15,7 @@ corrections      corrections of faults in mlx-lm's classes
 ropes            corrections of rotary positions
 configs          config.json translated to the keys that mlx-lm's classes read
 mtp_head         the heads with which models guess tokens
+head_names       which arrays in the files are such a head's
 own_classes      model families that mlx-lm has no class for
 unread           keys and arrays that mlx-lm's classes ignore
 family_defaults  transformers' default values for a config

@@ -20,8 +20,9 @@ from gateway.engine.models.corrections import correct
 from gateway.engine.models.counts import bounding_modules, check_depth, text_config
 from gateway.engine.models.decoder_kernels import fuse_projections, use_cpu_kernels
 from gateway.engine.models.gguf.checkpoint import GgufCheckpoint, read_gguf_decoder
+from gateway.engine.models.head_names import has_mtp_head
 from gateway.engine.models.missing_kernels import Report, replace_missing, widen
-from gateway.engine.models.mtp_head import has_mtp_head, with_head
+from gateway.engine.models.mtp_head import with_head
 from gateway.engine.models.sharding import RankShare, shard
 from gateway.engine.models.unread import list_lost
 from gateway.registry import ChatSpec

@@ -6,7 +6,7 @@ deepseek_mtp.py): the embedding of a token, and the normed hidden state of the t
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from inspect import signature
 from typing import Any, Final
 
@@ -17,21 +17,12 @@ from mlx.nn.layers.normalization import RMSNorm
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ArraysCache, KVCache
 
-from gateway.engine.models.checkpoint import Checkpoint, is_later
-from gateway.engine.models.folder import Tensor, join_names
+from gateway.engine.models.checkpoint import is_later
+from gateway.engine.models.folder import join_names
+from gateway.engine.models.head_names import AFTER_LAST, NAMES, QWEN, head_names
 from gateway.engine.models.hidden_states import keep_state
 from gateway.engine.models.own_classes import Classes, Weights, stack_experts
 
-_QWEN: Final = r"(?:(?:language_)?model\.)*mtp\.(.+)"
-# The layer's copies of the model's embedding and output layer are left out.
-_AFTER_LAST: Final = r"model\.layers\.{layers}\.(?!embed_tokens\.|shared_head\.head\.)(.+)"
-_MIMO: Final = r"model\.mtp_layers\.0\.(.+)"
-# The names of a head's arrays, by model_type.
-_NAMES: Final[Mapping[str, str]] = {
-    **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text"), _QWEN),
-    **dict.fromkeys(("deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen3"), _AFTER_LAST),
-    "mimo": _MIMO,
-}
 # The modules of `MtpHead`, by their names in the files of other families.
 _MODULES: Final[Mapping[str, str]] = {
     **dict.fromkeys(("enorm", "token_layernorm"), "pre_fc_norm_embedding"),
@@ -64,7 +55,7 @@ class MtpHead(Module):
         self.layers = [kind(args, place) if len(signature(kind).parameters) > 1 else kind(args)]
         self.norm = RMSNorm(width, epsilon)
         # Whether the states that the next guess is made from are normed.
-        self.feeds_normed = _NAMES.get(args.model_type) != _AFTER_LAST
+        self.feeds_normed = NAMES.get(args.model_type) != AFTER_LAST
 
     def __call__(self, hidden: mx.array, embedded: mx.array, kv: Any) -> mx.array:
         """Return the hidden states, (rows, n, width), that the next tokens are guessed from."""
@@ -162,8 +153,8 @@ def with_head(
     If not `is_used`, these weights are dropped.
     """
     base, arguments = classes
-    names, packing = _head_names(config, found), config.get("quantization")
-    is_qwen = _NAMES[config["model_type"]] == _QWEN
+    names, packing = head_names(config, found), config.get("quantization")
+    is_qwen = NAMES[config["model_type"]] == QWEN
 
     class Headless(base):  # type: ignore[misc, valid-type]  # chosen at run time
         def sanitize(self, weights: Weights) -> Weights:
@@ -189,27 +180,9 @@ def with_head(
     return Model if is_used else Headless, arguments
 
 
-def has_mtp_head(config: Mapping[str, Any], names: Iterable[str]) -> bool:
-    """Return True if a model of a supported type has arrays of a head."""
-    return bool(_head_names(config, names))
-
-
-def head_tensors(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """List the arrays of a checkpoint's head; there are none if its type is not supported."""
-    tensors = checkpoint.all_tensors()
-    return {name: tensors[name] for name in _head_names(checkpoint.config(), tensors)}
-
-
 def uses_head(model: Any) -> bool:
     """Return True if a loaded model has a head that fits it."""
     return getattr(model, "head_fault", None) == ""
-
-
-def _head_names(config: Mapping[str, Any], names: Iterable[str]) -> dict[str, str]:
-    """Return the names of a head's arrays, and their names within the head."""
-    pattern = _NAMES.get(str(config.get("model_type")), "")
-    own = re.compile(pattern.replace("{layers}", str(config.get("num_hidden_layers"))))
-    return {name: match[1] for name in names if (match := own.fullmatch(name))} if pattern else {}
 
 
 def _rename(found: Weights) -> dict[str, mx.array]:

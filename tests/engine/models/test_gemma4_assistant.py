@@ -11,6 +11,7 @@ import pytest
 from gateway.engine.device import Device
 from gateway.engine.models.checkpoint import Checkpoint
 from gateway.engine.models.decoders import open_decoder
+from gateway.errors import ModelLoadFailed
 from tests.checkpoints import GEMMA4, write_assistant, write_chat
 
 Array = Any  # a numpy array of float64
@@ -120,3 +121,23 @@ def test_a_guess_is_that_of_plain_numpy(tmp_path: Path, is_ordered: bool) -> Non
         np.testing.assert_allclose(np.array(states[row, 0]), state, atol=2e-5)
         np.testing.assert_allclose(logits[row, 0], plain.score(state), atol=1e-3)
         assert np.isinf(logits[row, 0]).any() == is_ordered
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"use_ordered_embeddings": True, "num_centroids": 11}, "num_centroids does not divide"),
+        ({"enable_moe_block": True}, "has tied embeddings and no experts"),
+    ],
+)
+def test_a_drafter_of_another_make_is_refused_by_name(
+    tmp_path: Path, changes: dict[str, Any], reason: str
+) -> None:
+    target = write_chat(tmp_path / "target", **GEMMA4)
+    folder = write_assistant(tmp_path / "drafter", target)
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    text = config["text_config"] | {key: changes[key] for key in changes if "moe" in key}
+    file.write_text(json.dumps(config | changes | {"text_config": text}))
+    with pytest.raises(ModelLoadFailed, match=reason):
+        open_decoder(Checkpoint("drafter", folder), device=Device.CPU, dtype=None)

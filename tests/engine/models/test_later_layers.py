@@ -10,15 +10,22 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from gateway.engine.device import Device
 from gateway.engine.kv.layers import batch_of_one, make_batch_caches
 from gateway.engine.models.checkpoint import Checkpoint
-from gateway.engine.models.decoders import open_decoder
-from gateway.engine.models.mtp_head import head_tensors
+from gateway.engine.models.head_names import head_tensors
 from tests.checkpoints import AFTER_LAST, add_head, write_chat
+from tests.engine.models.plain_heads import (
+    TOKENS,
+    Array,
+    angles_of,
+    attend,
+    check_guesses,
+    guess_twice,
+    load,
+    pack_head,
+    turn_halves,
+)
 
-TOKENS = [5, 17, 300, 42, 42, 7, 911, 64, 3]
-Array = Any  # a numpy array of float64
 MIXTURE: dict[str, Any] = {
     "moe_intermediate_size": 32,
     "n_shared_experts": 1,
@@ -160,11 +167,7 @@ class Plain:
 
     def _attend(self, x: Array) -> Array:
         q, k, v = self._latent(x) if "kv_lora_rank" in self.config else self._grouped(x)
-        scores = np.einsum("qhd,khd->hqk", q, k) / np.sqrt(q.shape[-1])
-        scores = np.where(np.tri(len(x), dtype=bool), scores, -np.inf)
-        shares = np.exp(scores - scores.max(axis=-1, keepdims=True))
-        shares /= shares.sum(axis=-1, keepdims=True)
-        attended = np.einsum("hqk,khd->qhd", shares, v).reshape(len(x), -1)
+        attended = attend(q, k, v).reshape(len(x), -1)
         return self._project(attended, "self_attn.o_proj")
 
     def _latent(self, x: Array) -> tuple[Array, Array, Array]:
@@ -195,27 +198,17 @@ class Plain:
         q, k = self._turn_halves(q), self._turn_halves(k)
         return q, *(np.repeat(each, heads // each.shape[1], axis=1) for each in (k, v))
 
-    def _angles(self, dims: int, n: int) -> Array:
-        """Return angles, (n, 1, dims / 2); only differences of places matter."""
-        speeds = self.config["rope_theta"] ** (-np.arange(0, dims, 2) / dims)
-        return (np.arange(n)[:, None] * speeds)[:, None]
-
     def _turn_pairs(self, x: Array) -> Array:
         """Rotate each dimension with the next one."""
-        angles = self._angles(x.shape[-1], len(x))
+        angles = angles_of(self.config["rope_theta"], x.shape[-1], len(x))
         turned = np.empty_like(x)
         turned[..., ::2] = x[..., ::2] * np.cos(angles) - x[..., 1::2] * np.sin(angles)
         turned[..., 1::2] = x[..., 1::2] * np.cos(angles) + x[..., ::2] * np.sin(angles)
         return turned
 
     def _turn_halves(self, x: Array) -> Array:
-        """Rotate the first dimensions, the first half of them with the second."""
         dims = int(x.shape[-1] * self.config.get("partial_rotary_factor", 1.0))
-        angles = self._angles(dims, len(x))
-        one, other, rest = x[..., : dims // 2], x[..., dims // 2 : dims], x[..., dims:]
-        turned = one * np.cos(angles) - other * np.sin(angles)
-        swapped = other * np.cos(angles) + one * np.sin(angles)
-        return np.concatenate([turned, swapped, rest], axis=-1)
+        return turn_halves(x, self.config["rope_theta"], dims)
 
     def _feed(self, x: Array) -> Array:
         config = self.config
@@ -240,35 +233,14 @@ class Plain:
         return self._project(opened / (1 + np.exp(-opened)) * raised, f"{name}.down_proj")
 
 
-def load(folder: Path, *, has_head: bool = True) -> tuple[Any, list[str]]:
-    notes: list[str] = []
-    checkpoint = Checkpoint("mine", folder)
-    model, _ = open_decoder(
-        checkpoint, device=Device.CPU, dtype=None, has_head=has_head, note=notes.append
-    )
-    return model, notes
-
-
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_two_guesses_are_those_of_a_plain_reading(kind: str, tmp_path: Path) -> None:
     folder, head = write(tmp_path, kind)
     model, notes = load(folder)
     assert not notes
-    cache = batch_of_one(make_batch_caches(model))
-    for part in (TOKENS[:4], TOKENS[4:-1]):
-        model(mx.array([part]), cache=cache)
-    states, kv = cache[-2:]
-    first = model.guess(states[0], mx.array([TOKENS[-1:]]), kv)
-    second = model.guess(first, mx.array([[9]]), kv)
-    plain = Plain(folder, head)
-    hidden = np.array(model.model(mx.array([TOKENS[:-1]]))[0], np.float64)
-    expected = plain.guess(hidden, np.array(TOKENS[1:]))
-    found = np.array(model.score(first)[0, 0])
-    assert np.std(found) > 0.1
-    np.testing.assert_allclose(found, plain.score(expected[-1]), atol=5e-4)
-    longer = np.concatenate([hidden, expected[-1:]])
-    expected = plain.guess(longer, np.array([*TOKENS[1:], 9]))
-    np.testing.assert_allclose(model.score(second)[0, 0], plain.score(expected[-1]), atol=5e-4)
+    found, hidden = guess_twice(model)
+    assert np.std(found[0]) > 0.1
+    check_guesses(found, hidden, Plain(folder, head), atol=5e-4)
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
@@ -292,29 +264,42 @@ def test_a_layer_after_the_last_is_dropped_unless_it_drafts(kind: str, tmp_path:
 @pytest.mark.parametrize("is_beside", [False, True])
 def test_a_packed_head_may_have_bits_and_a_file_of_its_own(is_beside: bool, tmp_path: Path) -> None:
     folder = add_head(write_chat(tmp_path, **AFTER_LAST))
-    file = folder / "model.safetensors"
-    weights: Any = mx.load(str(file))
-    packed: dict[str, mx.array] = {}
-    for name, array in weights.items():
-        if ".layers.2." in name and array.ndim == 2:
-            bits = 4 if "eh_proj" in name else 8
-            codes: Any = mx.quantize(array, group_size=32, bits=bits)
-            module = name.removesuffix(".weight")
-            packed |= dict(zip((name, f"{module}.scales", f"{module}.biases"), codes, strict=True))
-        else:
-            packed[name] = array
+    packed = pack_head(folder, ".layers.2.", fc_bits=4)
     if is_beside:
         head = {name: packed.pop(name) for name in list(packed) if ".layers.2." in name}
         mx.save_safetensors(str(tmp_path / "mtp.safetensors"), head)
-    mx.save_safetensors(str(file), packed)
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization"] = {"group_size": 32, "bits": 8}
-    (folder / "config.json").write_text(json.dumps(config))
+        mx.save_safetensors(str(folder / "model.safetensors"), packed)
     model, notes = load(folder)
     assert not notes
     cache = batch_of_one(make_batch_caches(model))
     model(mx.array([TOKENS]), cache=cache)
     assert np.isfinite(np.array(model.guess(cache[-2][0], mx.array([[9]]), cache[-1]))).all()
+
+
+def test_a_head_in_fp8_guesses_as_its_numbers_in_float32_do(tmp_path: Path) -> None:
+    """DeepSeek V3's own files are in FP8, with a scale for each 128 × 128 block."""
+    folder, head = write(tmp_path / "fp8", "deepseek_v3")
+    whole, _ = write(tmp_path / "whole", "deepseek_v3")
+    weights: Any = mx.load(str(folder / "model.safetensors"))
+    floats: Any = mx.load(str(whole / "model.safetensors"))
+    packed = [f"model.layers.2.{name}" for name in head if name.endswith("_proj.weight")]
+    for name in packed:
+        if "eh_proj" not in name:
+            codes = mx.to_fp8(weights[name] / 0.01)
+            weights |= {name: codes, f"{name}_scale_inv": mx.full((1, 1), 0.01)}
+            floats[name] = mx.from_fp8(codes, mx.bfloat16).astype(mx.float32) * 0.01
+    mx.save_safetensors(str(folder / "model.safetensors"), weights)
+    mx.save_safetensors(str(whole / "model.safetensors"), floats)
+    guesses = []
+    for each in (folder, whole):
+        model, notes = load(each)
+        assert not notes
+        cache = batch_of_one(make_batch_caches(model))
+        model(mx.array([TOKENS]), cache=cache)
+        states = model.guess(cache[-2][0], mx.array([[9]]), cache[-1])
+        guesses.append(np.array(model.score(states)))
+    np.testing.assert_allclose(guesses[0], guesses[1], atol=0.05)
+    assert np.std(guesses[0]) > 0.1
 
 
 @pytest.mark.parametrize("lost", ["eh_proj.weight", "self_attn.kv_b_proj.weight"])

@@ -9,15 +9,19 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from gateway.engine.device import Device
-from gateway.engine.kv.layers import batch_of_one, make_batch_caches
-from gateway.engine.models.checkpoint import Checkpoint
-from gateway.engine.models.decoders import open_decoder
 from tests.checkpoints import HEADED, add_head, write_chat
+from tests.engine.models.plain_heads import (
+    TOKENS,
+    Array,
+    attend,
+    check_guesses,
+    guess_twice,
+    load,
+    pack_head,
+    turn_halves,
+)
 
 MIXTURE = {**HEADED, "model_type": "qwen3_5_moe_text", "num_experts": 4}
-TOKENS = [5, 17, 300, 42, 42, 7, 911, 64, 3]
-Array = Any  # a numpy array of float64
 PREFIX = "language_model.mtp."
 LAYER = f"{PREFIX}layers.0."
 
@@ -64,23 +68,13 @@ class Plain:
         queries = self._turn(self._norm(queries, self.weights[f"{LAYER}self_attn.q_norm.weight"]))
         keys = self._turn(self._norm(keys, self.weights[f"{LAYER}self_attn.k_norm.weight"]))
         keys, values = (np.repeat(each, heads // each.shape[1], axis=1) for each in (keys, values))
-        scores = np.einsum("qhd,khd->hqk", queries, keys) / np.sqrt(size)
-        scores = np.where(np.tri(n, dtype=bool), scores, -np.inf)
-        shares = np.exp(scores - scores.max(axis=-1, keepdims=True))
-        shares /= shares.sum(axis=-1, keepdims=True)
-        attended = np.einsum("hqk,khd->qhd", shares, values) / (1 + np.exp(-gate))
+        attended = attend(queries, keys, values) / (1 + np.exp(-gate))
         return self._project(attended.reshape(n, -1), "self_attn.o_proj")
 
     def _turn(self, x: Array) -> Array:
-        """Rotate the first dimensions of x, (n, heads, size); only differences of places matter."""
         rope = self.config["rope_parameters"]
         dims = int(x.shape[-1] * rope["partial_rotary_factor"])
-        speeds = rope["rope_theta"] ** (-np.arange(0, dims, 2) / dims)
-        angles = (np.arange(len(x))[:, None] * speeds)[:, None]
-        one, other, rest = x[..., : dims // 2], x[..., dims // 2 : dims], x[..., dims:]
-        turned = one * np.cos(angles) - other * np.sin(angles)
-        swapped = other * np.cos(angles) + one * np.sin(angles)
-        return np.concatenate([turned, swapped, rest], axis=-1)
+        return turn_halves(x, rope["rope_theta"], dims)
 
     def _feed(self, x: Array) -> Array:
         if not self.config["num_experts"]:
@@ -110,29 +104,6 @@ class Plain:
 GATED = ("gate", "up", "down")
 
 
-def load(folder: Path) -> Any:
-    notes: list[str] = []
-    checkpoint = Checkpoint("mine", folder)
-    model, _ = open_decoder(
-        checkpoint, device=Device.CPU, dtype=None, has_head=True, note=notes.append
-    )
-    return model, notes
-
-
-def guess_twice(model: Any, tokens: list[int]) -> tuple[list[Any], Any]:
-    """Return the logits of two guesses after all tokens but the last were read, in two passes; and
-    the model's states of these.
-    """
-    cache = batch_of_one(make_batch_caches(model))
-    for part in (tokens[:4], tokens[4:-1]):
-        model(mx.array([part]), cache=cache)
-    states, kv = cache[-2:]
-    first = model.guess(states[0], mx.array([tokens[-1:]]), kv)
-    second = model.guess(first, mx.array([[9]]), kv)
-    hidden = model.language_model.model(mx.array([tokens[:-1]]))[0]
-    return [np.array(model.score(each)[0, 0]) for each in (first, second)], np.array(hidden)
-
-
 def rewrite(folder: Path, change: Callable[[str, mx.array], tuple[str, mx.array]]) -> None:
     file = folder / "model.safetensors"
     weights: Any = mx.load(str(file))
@@ -147,13 +118,7 @@ def test_two_guesses_are_those_of_a_plain_reading(
 ) -> None:
     folder = add_head(write_chat(tmp_path, **{**config, "tie_word_embeddings": is_tied}))
     rewrite(folder, lambda name, each: (name, each * 1.2 + 0.1 if "norm" in name else each))
-    (first, second), hidden = guess_twice(load(folder)[0], TOKENS)
-    plain = Plain(folder)
-    pairs = np.array(hidden, np.float64), np.array(TOKENS[1:])
-    states = plain.guess(*pairs)
-    np.testing.assert_allclose(first, plain.score(states[-1]), atol=2e-4)
-    longer = np.concatenate([pairs[0], states[-1:]]), np.array([*TOKENS[1:], 9])
-    np.testing.assert_allclose(second, plain.score(plain.guess(*longer)[-1]), atol=2e-4)
+    check_guesses(*guess_twice(load(folder)[0]), Plain(folder), atol=2e-4)
 
 
 def as_published(name: str, array: mx.array) -> tuple[str, mx.array]:
@@ -178,7 +143,7 @@ def with_raw_head(name: str, array: mx.array) -> tuple[str, mx.array]:
 def test_the_norms_of_a_head_are_read_in_either_form(change: Any, tmp_path: Path) -> None:
     folder = add_head(write_chat(tmp_path, **HEADED))
     rewrite(folder, lambda name, each: (name, each * 0.3 if "pre_fc" in name else each))
-    expected, _ = guess_twice(load(folder)[0], TOKENS)
+    expected, _ = guess_twice(load(folder)[0])
     rewrite(folder, change)
     if change is as_published:  # the config too
         text = json.loads((folder / "config.json").read_text())
@@ -186,13 +151,13 @@ def test_the_norms_of_a_head_are_read_in_either_form(change: Any, tmp_path: Path
         (folder / "config.json").write_text(json.dumps(whole))
     model, notes = load(folder)
     assert not notes
-    found, _ = guess_twice(model, TOKENS)
+    found, _ = guess_twice(model)
     np.testing.assert_allclose(found, expected, atol=1e-4)
 
 
 def test_experts_of_a_head_are_read_whole_or_one_by_one(tmp_path: Path) -> None:
     folder = add_head(write_chat(tmp_path, **MIXTURE))
-    expected, _ = guess_twice(load(folder)[0], TOKENS)
+    expected, _ = guess_twice(load(folder)[0])
     file = folder / "model.safetensors"
     written: Any = mx.load(str(file))
     for is_whole in (True, False):
@@ -210,30 +175,17 @@ def test_experts_of_a_head_are_read_whole_or_one_by_one(tmp_path: Path) -> None:
         mx.save_safetensors(str(file), weights)
         model, notes = load(folder)
         assert not notes
-        np.testing.assert_allclose(guess_twice(model, TOKENS)[0], expected, atol=1e-4)
+        np.testing.assert_allclose(guess_twice(model)[0], expected, atol=1e-4)
 
 
 def test_a_quantized_head_guesses_nearly_the_same(tmp_path: Path) -> None:
     folder = add_head(write_chat(tmp_path, **HEADED))
-    expected, _ = guess_twice(load(folder)[0], TOKENS)
-    file = folder / "model.safetensors"
-    weights: Any = mx.load(str(file))
-    packed: dict[str, mx.array] = {}
-    for name, array in weights.items():
-        if ".mtp." in name and array.ndim == 2:
-            module = name.removesuffix(".weight")
-            codes: Any = mx.quantize(array, group_size=32, bits=8)
-            packed |= dict(zip((name, f"{module}.scales", f"{module}.biases"), codes, strict=True))
-        else:
-            packed[name] = array
-    mx.save_safetensors(str(file), packed)
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization"] = {"group_size": 32, "bits": 8}
-    (folder / "config.json").write_text(json.dumps(config))
+    expected, _ = guess_twice(load(folder)[0])
+    pack_head(folder, ".mtp.")
     model, notes = load(folder)
     assert not notes
-    found, _ = guess_twice(model, TOKENS)
-    np.testing.assert_allclose(found, expected, atol=0.05 * np.std(expected[0]))
+    found, _ = guess_twice(model)
+    np.testing.assert_allclose(found, expected, atol=0.05 * float(np.std(expected[0])))
 
 
 @pytest.mark.parametrize(
