@@ -23,6 +23,8 @@ device_faults    the meaning of MLX's errors for the device
 compiled_code    the folder for code that mlx compiles
 device           the device, its limits and its memory
 blas             the BLAS library that mlx uses
+import_scan      a quicker import of transformers
 """
 
 from gateway.engine import blas as blas
+from gateway.engine import import_scan as import_scan
