@@ -1,9 +1,9 @@
 """A quicker import of transformers.
 
-It reads the sources of its models, some 2,000 files, to learn which name is in which module: once
+It reads the sources of its models, some 1,700 files, to learn which name is in which module: once
 for itself and once more for `transformers.models` (5.x, `define_import_structure`). Here the second
-reading gets what the first one found: half a second less, of two and a half until mlx-lm is
-imported (Intel Xeon, two cores).
+reading gets what the first one found: 1.5 in place of 2 seconds of processor time until mlx-lm is
+imported (Intel Xeon, Python 3.11).
 """
 
 import sys
