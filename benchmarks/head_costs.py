@@ -14,24 +14,30 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.loading import load_generation
+from benchmarks.steps import Steps
 from gateway.engine.device import Device, active_bytes
+from gateway.jobs import Caller
+from gateway.jobs.chat import GenerateJob, Sampling
 from tests.checkpoints import AFTER_LAST, HEADED, add_head, write_chat
 
 SIZE: Final[dict[str, Any]] = {
-    "hidden_size": 768,
-    "intermediate_size": 2112,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 12,
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
     "head_dim": 64,
 }
 LINEAR: Final = {
     "full_attention_interval": 4,
-    "linear_num_value_heads": 12,
-    "linear_num_key_heads": 12,
+    "linear_num_value_heads": 8,
+    "linear_num_key_heads": 8,
     "linear_key_head_dim": 64,
     "linear_value_head_dim": 64,
 }
+STEPS: Final = 10  # steps that are timed together
+GREEDY: Final = Sampling(temperature=0, ignore_eos=True)
+CALLER: Final = Caller(request_id="measure", deadline=float("inf"), allowed_s=600)
 MODELS: Final = {"plain": AFTER_LAST | SIZE, "hybrid": HEADED | SIZE | LINEAR}
 
 
@@ -64,6 +70,40 @@ def measure(folder: Path, rounds: int) -> str:
     return "; ".join(said)
 
 
+def measure_rest(folder: Path, rows: int, rounds: int) -> str:
+    """Return medians of a decode step while a head rests, and without one, by turns."""
+    running: dict[bool, Steps] = {}
+    for has_head in (True, False):
+        engine = load_generation(
+            folder, name="it", device=Device.CPU, speculate_rows=8, has_head=has_head
+        )
+        steps = running[has_head] = Steps(engine)
+        job = GenerateJob(
+            prompt="Hello", caller=CALLER, max_tokens=STEPS * (rounds + 2), sampling=GREEDY
+        )
+        for number in range(rows):
+            steps.join(number, *engine.prepare(job))
+        while steps.is_reading:
+            steps.prefill()
+    spent: dict[bool, list[float]] = {True: [], False: []}
+    for number in range(rounds):
+        for has_head in (number % 2 == 0, number % 2 == 1):
+            began = time.process_time()
+            for _ in range(STEPS):
+                running[has_head].change(kind="decode", drafters=())
+            running[has_head].engine.synchronize()
+            spent[has_head].append((time.process_time() - began) / STEPS * 1000)
+    on, off = statistics.median(spent[True]), statistics.median(spent[False])
+    pair = f"{on:.1f} ms of processor time, without it {off:.1f}"
+    return f"rows: {rows}; a step while the head rests: {pair}, the ratio {on / off:.3f}"
+
+
+def tell(folder: Path, rounds: int) -> None:
+    print(measure(folder, rounds), flush=True)
+    for rows in (1, 4):
+        print(measure_rest(folder, rows, 6 * rounds), flush=True)
+
+
 def main() -> None:
     """Read the command line and measure."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -71,13 +111,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     given = parser.parse_args()
     if given.folder is not None:
-        print(measure(given.folder, given.rounds))
+        tell(given.folder, given.rounds)
         return
     for name, config in MODELS.items():
         with tempfile.TemporaryDirectory() as folder:
             add_head(write_chat(Path(folder), **config))
             size = sum(file.stat().st_size for file in Path(folder).glob("*.safetensors"))
-            print(f"{name}, {size / 1e6:.0f} MB: {measure(Path(folder), given.rounds)}", flush=True)
+            print(f"{name}, {size / 1e6:.0f} MB", flush=True)
+            tell(Path(folder), given.rounds)
 
 
 if __name__ == "__main__":
