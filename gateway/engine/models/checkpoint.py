@@ -67,12 +67,11 @@ class Checkpoint(Folder):
         """List the arrays, except weights for images, sound and drafts."""
         config = self.config()
         has_towers = config.get("model_type") == "muse_spark"  # only this class uses them
-        # The layers after these are heads that draft tokens.
-        layers = config.get("num_hidden_layers") if config.get("num_nextn_predict_layers") else None
+        later = later_layers(config)
         return {
             name: tensor
             for name, tensor in self.all_tensors().items()
-            if (has_towers or not _TOWER.fullmatch(name)) and not is_later(name, layers)
+            if (has_towers or not _TOWER.fullmatch(name)) and not is_later(name, later)
         }
 
 
@@ -81,10 +80,18 @@ def reads_target(checkpoint: Listing) -> bool:
     return checkpoint.config().get("model_type") in ASSISTANTS
 
 
-def is_later(name: str, layers: Any) -> bool:
-    """Return True if an array is of a layer after the last of `layers`; never for None."""
+def later_layers(config: Mapping[str, Any]) -> range:
+    """Return the places of the layers after a model's last, which are heads that draft tokens."""
+    layers, count = config.get("num_hidden_layers"), config.get("num_nextn_predict_layers")
+    if isinstance(layers, int) and isinstance(count, int):
+        return range(layers, layers + count)
+    return range(0)
+
+
+def is_later(name: str, later: range) -> bool:
+    """Return True if an array is of one of these layers."""
     place = _PLACE.match(name)
-    return isinstance(layers, int) and place is not None and int(place[1]) >= layers
+    return place is not None and int(place[1]) in later
 
 
 @contextlib.contextmanager

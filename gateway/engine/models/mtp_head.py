@@ -17,7 +17,7 @@ from mlx.nn.layers.normalization import RMSNorm
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ArraysCache, KVCache
 
-from gateway.engine.models.checkpoint import Checkpoint, is_later
+from gateway.engine.models.checkpoint import Checkpoint, is_later, later_layers
 from gateway.engine.models.folder import Tensor, join_names
 from gateway.engine.models.hidden_states import keep_state
 from gateway.engine.models.own_classes import Classes, Weights, stack_experts
@@ -162,13 +162,14 @@ def with_head(
     If not `is_used`, these weights are dropped.
     """
     base, arguments = classes
-    names, packing = _head_names(config, found), config.get("quantization")
+    packing, later = config.get("quantization"), later_layers(config)
+    # Emptied once it is read: the class lives on after its model, until Python collects garbage.
+    head = {own: found[name] for name, own in _head_names(config, found).items()}
     is_qwen = _NAMES[config["model_type"]] == _QWEN
 
     class Headless(base):  # type: ignore[misc, valid-type]  # chosen at run time
         def sanitize(self, weights: Weights) -> Weights:
-            layers = len(self.layers)
-            rest = {name: each for name, each in weights.items() if not is_later(name, layers)}
+            rest = {name: each for name, each in weights.items() if not is_later(name, later)}
             return super().sanitize(rest)  # type: ignore[no-any-return]
 
     class Model(_Headed, Headless):
@@ -178,7 +179,10 @@ def with_head(
 
         def sanitize(self, weights: Weights) -> Weights:
             kept = dict(super().sanitize(weights))
-            own = {own: found[name] for name, own in names.items()}
+            own = dict(head)
+            head.clear()
+            if not own:
+                return kept
             if is_qwen:
                 is_raw = any("conv1d.weight" in n and a.shape[-1] != 1 for n, a in weights.items())
                 own = _add_ones(_stack(own), kept, is_raw=is_raw)
@@ -207,9 +211,11 @@ def uses_head(model: Any) -> bool:
 
 def _head_names(config: Mapping[str, Any], names: Iterable[str]) -> dict[str, str]:
     """Return the names of a head's arrays, and their names within the head."""
-    pattern = _NAMES.get(str(config.get("model_type")), "")
-    own = re.compile(pattern.replace("{layers}", str(config.get("num_hidden_layers"))))
-    return {name: match[1] for name in names if (match := own.fullmatch(name))} if pattern else {}
+    pattern, later = _NAMES.get(str(config.get("model_type"))), later_layers(config)
+    if pattern is None or (pattern == _AFTER_LAST and not later):
+        return {}
+    own = re.compile(pattern.replace("{layers}", str(later.start)))
+    return {name: match[1] for name in names if (match := own.fullmatch(name))}
 
 
 def _rename(found: Weights) -> dict[str, mx.array]:
@@ -246,7 +252,8 @@ def _find_fault(own: Mapping[str, mx.array], head: MtpHead, *, is_quantized: boo
     unfit = {
         name
         for name in expected.keys() & own.keys()
-        if name.rpartition(".")[0] not in packed and own[name].shape != expected[name]
+        if name.rpartition(".")[0] not in packed
+        and (own[name].shape != expected[name] or not mx.issubdtype(own[name].dtype, mx.floating))
     }
     unfit |= expected.keys() ^ (own.keys() - extra)
     if packed and not is_quantized:

@@ -15,6 +15,7 @@ from gateway.engine.kv.layers import batch_of_one, make_batch_caches
 from gateway.engine.models.checkpoint import Checkpoint
 from gateway.engine.models.decoders import open_decoder
 from gateway.engine.models.mtp_head import head_tensors
+from gateway.errors import ModelLoadFailed
 from tests.checkpoints import AFTER_LAST, add_head, write_chat
 
 TOKENS = [5, 17, 300, 42, 42, 7, 911, 64, 3]
@@ -327,3 +328,28 @@ def test_a_layer_that_lacks_arrays_is_named_and_left_out(lost: str, tmp_path: Pa
     model, (note,) = load(folder)
     assert note.startswith("its MTP head is not used: it lacks or has others than these: ")
     assert len(make_prompt_cache(model)) == len(model.layers)
+
+
+@pytest.mark.parametrize("has_head", [False, True])
+@pytest.mark.parametrize("heads", [None, 0, 1])
+def test_more_layers_than_a_config_counts_are_refused(
+    heads: int | None, has_head: bool, tmp_path: Path
+) -> None:
+    config = {**AFTER_LAST, "num_nextn_predict_layers": heads}
+    folder = add_head(write_chat(tmp_path, **config, num_hidden_layers=4))
+    whole = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**whole, "num_hidden_layers": 2}))
+    with pytest.raises(ModelLoadFailed, match=r"model\.layers\.3"):
+        load(folder, has_head=has_head)
+
+
+def test_the_first_of_two_heads_drafts(tmp_path: Path) -> None:
+    folder = add_head(write_chat(tmp_path, **{**AFTER_LAST, "num_nextn_predict_layers": 2}))
+    file = folder / "model.safetensors"
+    weights: Any = mx.load(str(file))
+    second = {n.replace(".2.", ".3."): each * 2 for n, each in weights.items() if ".2." in n}
+    mx.save_safetensors(str(file), {**weights, **second})
+    model, notes = load(folder)
+    assert not notes
+    [weight] = [each for name, each in weights.items() if name.endswith("eh_proj.weight")]
+    np.testing.assert_array_equal(model.mtp.fc.weight, weight)
