@@ -6,7 +6,7 @@ deepseek_mtp.py): the embedding of a token, and the normed hidden state of the t
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from inspect import signature
 from typing import Any, Final
 
@@ -150,7 +150,7 @@ class _Headed(Module):
             return {}
         prefix = "mtp." if text is self else "language_model.mtp."
         if packing is not None:  # mlx-lm looks these up after this
-            packing.update(_find_packing(own, text.mtp, prefix))
+            packing |= _find_packing(own, text.mtp, prefix)
         return {f"{prefix}{name}": array for name, array in own.items()}
 
 
@@ -243,11 +243,8 @@ def _stack(found: Weights) -> dict[str, mx.array]:
     return own
 
 
-def _find_fault(own: Mapping[str, mx.array], head: MtpHead, *, is_quantized: bool) -> str:
-    packed = {name.removesuffix(".scales") for name in own if name.endswith(".scales")}
-    module: Any = head
-    named: Any = tree_flatten(module.parameters())
-    expected = {name: array.shape for name, array in named}
+def _find_fault(own: Weights, head: MtpHead, *, is_quantized: bool) -> str:
+    packed, expected = _packed_modules(own), _shapes(head)
     extra = {f"{each}.{part}" for each in packed for part in ("scales", "biases")}
     unfit = {
         name
@@ -256,23 +253,53 @@ def _find_fault(own: Mapping[str, mx.array], head: MtpHead, *, is_quantized: boo
         and (own[name].shape != expected[name] or not mx.issubdtype(own[name].dtype, mx.floating))
     }
     unfit |= expected.keys() ^ (own.keys() - extra)
-    if packed and not is_quantized:
-        unfit |= packed
+    unfit |= {
+        module
+        for module in packed
+        if not is_quantized or _read_packing(own, module, expected.get(f"{module}.weight")) is None
+    }
     return f"it lacks or has others than these: {join_names(unfit)}" if unfit else ""
 
 
-def _find_packing(own: Weights, head: MtpHead, prefix: str) -> Iterator[tuple[str, dict[str, int]]]:
-    """Yield how each packed module is packed, which need not be as the model's modules are."""
-    module_head: Any = head
-    named: Any = tree_flatten(module_head.parameters())
-    widths = {name: array.shape[-1] for name, array in named}
-    for name in own:
-        module = name.removesuffix(".scales")
-        width = widths.get(f"{module}.weight")
-        if module != name and width is not None and f"{module}.biases" in own:
-            bits = own[f"{module}.weight"].shape[-1] * 32 // width
-            group = width // own[name].shape[-1]
-            yield f"{prefix}{module}", {"group_size": group, "bits": bits}
+def _packed_modules(own: Iterable[str]) -> set[str]:
+    return {name.removesuffix(".scales") for name in own if name.endswith(".scales")}
+
+
+def _shapes(head: MtpHead) -> dict[str, tuple[int, ...]]:
+    module: Any = head
+    named: Any = tree_flatten(module.parameters())
+    return {name: array.shape for name, array in named}
+
+
+def _find_packing(own: Weights, head: MtpHead, prefix: str) -> dict[str, dict[str, int]]:
+    """Return how each packed module is packed, which need not be as the model's modules are."""
+    shapes = _shapes(head)
+    found = {
+        each: _read_packing(own, each, shapes[f"{each}.weight"]) for each in _packed_modules(own)
+    }
+    return {f"{prefix}{module}": packing for module, packing in found.items() if packing}
+
+
+def _read_packing(
+    own: Weights, module: str, shape: tuple[int, ...] | None
+) -> dict[str, int] | None:
+    """Return how a module of this shape is packed; None if its arrays don't fit.
+
+    Without biases, the dict is empty, because mlx-lm finds the mode.
+    """
+    weight, scales, biases = (
+        own.get(f"{module}.{part}") for part in ("weight", "scales", "biases")
+    )
+    if shape is None or weight is None or scales is None:
+        return None
+    if biases is None:
+        return {} if scales.dtype == mx.uint8 else None
+    try:
+        bits, group = weight.shape[-1] * 32 // shape[-1], shape[-1] // scales.shape[-1]
+        whole = mx.dequantize(weight, scales, biases, group_size=group, bits=bits)
+    except (IndexError, ValueError, ZeroDivisionError):
+        return None
+    return {"group_size": group, "bits": bits} if whole.shape == shape else None
 
 
 def _add_ones(own: Mapping[str, mx.array], kept: Weights, *, is_raw: bool) -> dict[str, mx.array]:

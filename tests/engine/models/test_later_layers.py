@@ -290,11 +290,9 @@ def test_a_layer_after_the_last_is_dropped_unless_it_drafts(kind: str, tmp_path:
     assert Checkpoint("mine", folder).tensors() == Checkpoint("mine", bare).tensors()
 
 
-@pytest.mark.parametrize("is_beside", [False, True])
-def test_a_packed_head_may_have_bits_and_a_file_of_its_own(is_beside: bool, tmp_path: Path) -> None:
-    folder = add_head(write_chat(tmp_path, **AFTER_LAST))
-    file = folder / "model.safetensors"
-    weights: Any = mx.load(str(file))
+def pack_head(folder: Path) -> dict[str, mx.array]:
+    """Return the arrays of a model whose head is packed by several numbers of bits."""
+    weights: Any = mx.load(str(folder / "model.safetensors"))
     packed: dict[str, mx.array] = {}
     for name, array in weights.items():
         if ".layers.2." in name and array.ndim == 2:
@@ -304,18 +302,54 @@ def test_a_packed_head_may_have_bits_and_a_file_of_its_own(is_beside: bool, tmp_
             packed |= dict(zip((name, f"{module}.scales", f"{module}.biases"), codes, strict=True))
         else:
             packed[name] = array
-    if is_beside:
-        head = {name: packed.pop(name) for name in list(packed) if ".layers.2." in name}
-        mx.save_safetensors(str(tmp_path / "mtp.safetensors"), head)
-    mx.save_safetensors(str(file), packed)
     config = json.loads((folder / "config.json").read_text())
     config["quantization"] = {"group_size": 32, "bits": 8}
     (folder / "config.json").write_text(json.dumps(config))
+    mx.eval(packed)  # before their file is written again
+    return packed
+
+
+@pytest.mark.parametrize("is_beside", [False, True])
+def test_a_packed_head_may_have_bits_and_a_file_of_its_own(is_beside: bool, tmp_path: Path) -> None:
+    folder = add_head(write_chat(tmp_path, **AFTER_LAST))
+    packed = pack_head(folder)
+    if is_beside:
+        head = {name: packed.pop(name) for name in list(packed) if ".layers.2." in name}
+        mx.save_safetensors(str(tmp_path / "mtp.safetensors"), head)
+    mx.save_safetensors(str(folder / "model.safetensors"), packed)
     model, notes = load(folder)
     assert not notes
     cache = batch_of_one(make_batch_caches(model))
     model(mx.array([TOKENS]), cache=cache)
     assert np.isfinite(np.array(model.guess(cache[-2][0], mx.array([[9]]), cache[-1]))).all()
+
+
+@pytest.mark.parametrize(
+    ("part", "change"),
+    [
+        ("scales", lambda each: each[:, :-1]),
+        ("scales", lambda each: each[:-1]),
+        ("scales", lambda each: each[:, :0]),
+        ("scales", lambda _: mx.array(0.0)),
+        ("biases", lambda _: mx.array(0.0)),
+        ("biases", lambda _: None),
+        ("weight", lambda each: each[:, :-3]),
+        ("weight", lambda each: each[:, :0]),
+        ("weight", lambda each: each.astype(mx.float32)),
+    ],
+)
+def test_a_packed_head_whose_arrays_do_not_fit_is_named_and_left_out(
+    part: str, change: Any, tmp_path: Path
+) -> None:
+    folder = add_head(write_chat(tmp_path, **AFTER_LAST))
+    packed = pack_head(folder)
+    name = f"model.layers.2.eh_proj.{part}"
+    changed = {**packed, name: change(packed[name])}
+    kept = {name: each for name, each in changed.items() if each is not None}
+    mx.save_safetensors(str(folder / "model.safetensors"), kept)
+    model, (note,) = load(folder)
+    assert note == "its MTP head is not used: it lacks or has others than these: fc"
+    assert len(make_prompt_cache(model)) == len(model.layers)
 
 
 @pytest.mark.parametrize("lost", ["eh_proj.weight", "self_attn.kv_b_proj.weight"])
