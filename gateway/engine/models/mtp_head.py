@@ -199,9 +199,14 @@ def has_mtp_head(config: Mapping[str, Any], names: Iterable[str]) -> bool:
 
 
 def head_tensors(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """List the arrays of a checkpoint's head; there are none if its type is not supported."""
-    tensors = checkpoint.all_tensors()
-    return {name: tensors[name] for name in _head_names(checkpoint.config(), tensors)}
+    """List the arrays of a checkpoint's head; there are none if its type is not supported, or if
+    only the head is packed.
+    """
+    config, tensors = checkpoint.config(), checkpoint.all_tensors()
+    names = _head_names(config, tensors)
+    if config.get("quantization") is None and _packed_modules(names):
+        return {}
+    return {name: tensors[name] for name in names}
 
 
 def uses_head(model: Any) -> bool:
