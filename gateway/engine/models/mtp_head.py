@@ -7,6 +7,7 @@ deepseek_mtp.py): the embedding of a token, and the normed hidden state of the t
 
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from inspect import signature
 from typing import Any, Final
 
@@ -179,15 +180,18 @@ def with_head(
 
         def sanitize(self, weights: Weights) -> Weights:
             kept = dict(super().sanitize(weights))
-            own = dict(head)
+            stored, own = dict(head), dict[str, mx.array]()
             head.clear()
-            if not own:
+            if not stored:
                 return kept
-            if is_qwen:
-                is_raw = any("conv1d.weight" in n and a.shape[-1] != 1 for n, a in weights.items())
-                own = _add_ones(_stack(own), kept, is_raw=is_raw)
-            else:  # the class splits and stacks these as it does those of its own layers
-                own = _rename(super().sanitize({f"{_FIRST}{n}": each for n, each in own.items()}))
+            with suppress(IndexError, KeyError, ValueError):  # arrays of odd shapes are no head
+                if is_qwen:
+                    convs = (each.shape for n, each in weights.items() if "conv1d.weight" in n)
+                    is_raw = any(shape[-1] != 1 for shape in convs)
+                    own = _add_ones(_stack(stored), kept, is_raw=is_raw)
+                else:  # the class splits and stacks these as it does those of its own layers
+                    layer = {f"{_FIRST}{name}": each for name, each in stored.items()}
+                    own = _rename(super().sanitize(layer))
             return kept | self.name_head(own, packing)
 
     return Model if is_used else Headless, arguments

@@ -387,3 +387,23 @@ def test_the_first_of_two_heads_drafts(tmp_path: Path) -> None:
     assert not notes
     [weight] = [each for name, each in weights.items() if name.endswith("eh_proj.weight")]
     np.testing.assert_array_equal(model.mtp.fc.weight, weight)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "array"),
+    [
+        ("mimo", "model.mtp_layers.0.input_proj.weight", mx.array(1.0)),
+        ("deepseek_v3", "model.layers.2.self_attn.kv_b_proj.weight", mx.zeros(3)),
+        ("deepseek_v3", "model.layers.2.mlp.experts.1.gate_proj.weight", mx.zeros((3, 2))),
+    ],
+)
+def test_a_head_whose_arrays_cannot_be_put_together_is_named_and_left_out(
+    kind: str, name: str, array: mx.array, tmp_path: Path
+) -> None:
+    folder, _ = write(tmp_path, kind)
+    weights: Any = mx.load(str(folder / "model.safetensors"))
+    mx.eval(weights)  # before their file is written again
+    mx.save_safetensors(str(folder / "model.safetensors"), {**weights, name: array})
+    model, (note,) = load(folder)
+    assert note.startswith("its MTP head is not used")
+    assert len(make_prompt_cache(model)) == len(model.layers)
