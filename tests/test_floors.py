@@ -151,7 +151,7 @@ BUDGET: dict[str, int] = {
     "cli": 2293,
     "clock": 42,
     "doctor": 529,
-    "engine": 17812,
+    "engine": 17815,
     "errors": 269,
     "ids": 6,
     "jobs": 371,

@@ -104,6 +104,10 @@ class HeadDrafter:
             drafts: Any = mx.concatenate(guessed, axis=1)
             is_finite = mx.isfinite(hidden).all()
             mx.eval(drafts, is_finite)
+        except Exception:
+            # The next pass would compute what has just failed.
+            kv.planes = [mx.zeros(plane.shape, plane.dtype) for plane in kv.planes]
+            raise
         finally:
             kv.lengths = before
         if not is_finite.item():
