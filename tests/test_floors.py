@@ -151,7 +151,7 @@ BUDGET: dict[str, int] = {
     "cli": 2300,
     "clock": 42,
     "doctor": 529,
-    "engine": 17790,
+    "engine": 17834,
     "errors": 269,
     "ids": 6,
     "jobs": 371,

@@ -16,6 +16,7 @@ from tests.serving_app import catalog, served
 pytestmark = pytest.mark.anyio
 
 
+WEIGHTS = "model.safetensors"
 COUNTED = r'gateway_tokens_read_ahead_total{kind="drafted",model="large"} (\S+)'
 
 
@@ -94,6 +95,25 @@ async def test_a_models_own_head_is_counted_and_listed_unless_it_is_off(
         [model] = (await client.get("/v1/models")).json()["data"]
         assert model["drafters"] == drafters
         assert model["notes"] == []
+
+
+async def test_a_packed_head_of_a_model_that_is_not_packed_is_left_out(tmp_path: Path) -> None:
+    folder = write_chat(tmp_path / "headed", **HEADED)
+    whole: Any = mx.load(str(add_head(write_chat(tmp_path / "other", **HEADED)) / WEIGHTS))
+    codes: Any = mx.quantize(whole["language_model.mtp.fc.weight"], group_size=32, bits=8)
+    parts = ("weight", "scales", "biases")
+    packed = {f"mtp.fc.{part}": array for part, array in zip(parts, codes, strict=True)}
+    mx.save_safetensors(str(folder / "mtp.safetensors"), packed)
+    listing, engines = catalog(tmp_path, headed()), cpu_engines(speculate_rows=4)
+    arrays: Any = mx.load(str(folder / WEIGHTS))
+    nbytes = sum(each.nbytes for each in arrays.values())
+    assert (await engines.size(listing.specs[0], folder)).weights == nbytes
+    async with served(listing, engines) as client:
+        assert (await ask(client, "headed")).status_code == 200
+        [model] = (await client.get("/v1/models")).json()["data"]
+        assert model["drafters"] == ["prompt_lookup"]
+        [note] = model["notes"]
+        assert note.startswith("its MTP head is not used")
 
 
 def is_used(name: str, drafters: list[str]) -> bool:

@@ -17,6 +17,10 @@ from gateway.jobs.steps import Drafter
 
 MOST_GUESSED: Final = 4  # the most tokens per draft
 _FIRST_LENGTH: Final = 2
+_NOT_FINITE: Final = (
+    "its guesses are not finite numbers, and prompts with such KV are not kept: set "
+    "`mtp_head: false`"
+)
 
 
 @dataclass(slots=True)
@@ -98,9 +102,16 @@ class HeadDrafter:
                 hidden = self._model.guess(hidden, guessed[-1], kv)
                 guessed.append(self._likeliest(hidden))
             drafts: Any = mx.concatenate(guessed, axis=1)
-            mx.eval(drafts)
+            is_finite = mx.isfinite(hidden).all()
+            mx.eval(drafts, is_finite)
+        except Exception:
+            # The next pass would compute what has just failed.
+            kv.planes = [mx.zeros(plane.shape, plane.dtype) for plane in kv.planes]
+            raise
         finally:
             kv.lengths = before
+        if not is_finite.item():
+            raise ValueError(_NOT_FINITE)
         return drafts.tolist()  # type: ignore[no-any-return]
 
     def _likeliest(self, hidden: mx.array) -> mx.array:

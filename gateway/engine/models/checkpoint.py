@@ -11,6 +11,7 @@ import mlx.core as mx
 from gateway.engine.device import Device, pick_dtype
 from gateway.engine.models.counts import text_config
 from gateway.engine.models.folder import Folder, Tensor, join_names
+from gateway.engine.models.head_names import is_later, later_layers
 from gateway.errors import ModelLoadFailed, Overloaded, Unavailable
 from gateway.panics import as_exception
 
@@ -23,7 +24,6 @@ KV_GROUP_SIZES: Final = (64, 32)
 ASSISTANTS: Final = ("gemma4_assistant", "gemma4_unified_assistant")
 # Names of weights for images, sound or drafts.
 TOWER: Final = r"visual|(embed_)?(vision|audio)\w*|\w*(projector|tower|embedder)|mtp\w*"
-_PLACE: Final = re.compile(r"model\.layers\.(\d+)\.")
 _TOWER: Final = re.compile(rf"(^|.*\.)({TOWER})(\..*|$)")
 
 
@@ -67,24 +67,17 @@ class Checkpoint(Folder):
         """List the arrays, except weights for images, sound and drafts."""
         config = self.config()
         has_towers = config.get("model_type") == "muse_spark"  # only this class uses them
-        # The layers after these are heads that draft tokens.
-        layers = config.get("num_hidden_layers") if config.get("num_nextn_predict_layers") else None
+        later = later_layers(config)
         return {
             name: tensor
             for name, tensor in self.all_tensors().items()
-            if (has_towers or not _TOWER.fullmatch(name)) and not is_later(name, layers)
+            if (has_towers or not _TOWER.fullmatch(name)) and not is_later(name, later)
         }
 
 
 def reads_target(checkpoint: Listing) -> bool:
     """Return True if a model only guesses tokens for another one, whose KV it reads."""
     return checkpoint.config().get("model_type") in ASSISTANTS
-
-
-def is_later(name: str, layers: Any) -> bool:
-    """Return True if an array is of a layer after the last of `layers`; never for None."""
-    place = _PLACE.match(name)
-    return isinstance(layers, int) and place is not None and int(place[1]) >= layers
 
 
 @contextlib.contextmanager

@@ -6,7 +6,8 @@ deepseek_mtp.py): the embedding of a token, and the normed hidden state of the t
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from inspect import signature
 from typing import Any, Final
 
@@ -17,9 +18,16 @@ from mlx.nn.layers.normalization import RMSNorm
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ArraysCache, KVCache
 
-from gateway.engine.models.checkpoint import is_later
 from gateway.engine.models.folder import join_names
-from gateway.engine.models.head_names import AFTER_LAST, NAMES, QWEN, head_names
+from gateway.engine.models.head_names import (
+    AFTER_LAST,
+    NAMES,
+    QWEN,
+    head_names,
+    is_later,
+    later_layers,
+    packed_modules,
+)
 from gateway.engine.models.hidden_states import keep_state
 from gateway.engine.models.own_classes import Classes, Weights, stack_experts
 
@@ -141,7 +149,7 @@ class _Headed(Module):
             return {}
         prefix = "mtp." if text is self else "language_model.mtp."
         if packing is not None:  # mlx-lm looks these up after this
-            packing.update(_find_packing(own, text.mtp, prefix))
+            packing |= _find_packing(own, text.mtp, prefix)
         return {f"{prefix}{name}": array for name, array in own.items()}
 
 
@@ -153,13 +161,14 @@ def with_head(
     If not `is_used`, these weights are dropped.
     """
     base, arguments = classes
-    names, packing = head_names(config, found), config.get("quantization")
+    packing, later = config.get("quantization"), later_layers(config)
+    # Emptied once it is read: the class lives on after its model, until Python collects garbage.
+    head = {own: found[name] for name, own in head_names(config, found).items()}
     is_qwen = NAMES[config["model_type"]] == QWEN
 
     class Headless(base):  # type: ignore[misc, valid-type]  # chosen at run time
         def sanitize(self, weights: Weights) -> Weights:
-            layers = len(self.layers)
-            rest = {name: each for name, each in weights.items() if not is_later(name, layers)}
+            rest = {name: each for name, each in weights.items() if not is_later(name, later)}
             return super().sanitize(rest)  # type: ignore[no-any-return]
 
     class Model(_Headed, Headless):
@@ -169,12 +178,18 @@ def with_head(
 
         def sanitize(self, weights: Weights) -> Weights:
             kept = dict(super().sanitize(weights))
-            own = {own: found[name] for name, own in names.items()}
-            if is_qwen:
-                is_raw = any("conv1d.weight" in n and a.shape[-1] != 1 for n, a in weights.items())
-                own = _add_ones(_stack(own), kept, is_raw=is_raw)
-            else:  # the class splits and stacks these as it does those of its own layers
-                own = _rename(super().sanitize({f"{_FIRST}{n}": each for n, each in own.items()}))
+            stored, own = dict(head), dict[str, mx.array]()
+            head.clear()
+            if not stored:
+                return kept
+            with suppress(IndexError, KeyError, ValueError):  # arrays of odd shapes are no head
+                if is_qwen:
+                    convs = (each.shape for n, each in weights.items() if "conv1d.weight" in n)
+                    is_raw = any(shape[-1] != 1 for shape in convs)
+                    own = _add_ones(_stack(stored), kept, is_raw=is_raw)
+                else:  # the class splits and stacks these as it does those of its own layers
+                    layer = {f"{_FIRST}{name}": each for name, each in stored.items()}
+                    own = _rename(super().sanitize(layer))
             return kept | self.name_head(own, packing)
 
     return Model if is_used else Headless, arguments
@@ -210,35 +225,59 @@ def _stack(found: Weights) -> dict[str, mx.array]:
     return own
 
 
-def _find_fault(own: Mapping[str, mx.array], head: MtpHead, *, is_quantized: bool) -> str:
-    packed = {name.removesuffix(".scales") for name in own if name.endswith(".scales")}
-    module: Any = head
-    named: Any = tree_flatten(module.parameters())
-    expected = {name: array.shape for name, array in named}
+def _find_fault(own: Weights, head: MtpHead, *, is_quantized: bool) -> str:
+    packed, expected = packed_modules(own), _shapes(head)
     extra = {f"{each}.{part}" for each in packed for part in ("scales", "biases")}
     unfit = {
         name
         for name in expected.keys() & own.keys()
-        if name.rpartition(".")[0] not in packed and own[name].shape != expected[name]
+        if name.rpartition(".")[0] not in packed
+        and (own[name].shape != expected[name] or not mx.issubdtype(own[name].dtype, mx.floating))
     }
     unfit |= expected.keys() ^ (own.keys() - extra)
-    if packed and not is_quantized:
-        unfit |= packed
+    unfit |= {
+        module
+        for module in packed
+        if not is_quantized or _read_packing(own, module, expected.get(f"{module}.weight")) is None
+    }
     return f"it lacks or has others than these: {join_names(unfit)}" if unfit else ""
 
 
-def _find_packing(own: Weights, head: MtpHead, prefix: str) -> Iterator[tuple[str, dict[str, int]]]:
-    """Yield how each packed module is packed, which need not be as the model's modules are."""
-    module_head: Any = head
-    named: Any = tree_flatten(module_head.parameters())
-    widths = {name: array.shape[-1] for name, array in named}
-    for name in own:
-        module = name.removesuffix(".scales")
-        width = widths.get(f"{module}.weight")
-        if module != name and width is not None and f"{module}.biases" in own:
-            bits = own[f"{module}.weight"].shape[-1] * 32 // width
-            group = width // own[name].shape[-1]
-            yield f"{prefix}{module}", {"group_size": group, "bits": bits}
+def _shapes(head: MtpHead) -> dict[str, tuple[int, ...]]:
+    module: Any = head
+    named: Any = tree_flatten(module.parameters())
+    return {name: array.shape for name, array in named}
+
+
+def _find_packing(own: Weights, head: MtpHead, prefix: str) -> dict[str, dict[str, int]]:
+    """Return how each packed module is packed, which need not be as the model's modules are."""
+    shapes = _shapes(head)
+    found = {
+        each: _read_packing(own, each, shapes[f"{each}.weight"]) for each in packed_modules(own)
+    }
+    return {f"{prefix}{module}": packing for module, packing in found.items() if packing}
+
+
+def _read_packing(
+    own: Weights, module: str, shape: tuple[int, ...] | None
+) -> dict[str, int] | None:
+    """Return how a module of this shape is packed; None if its arrays don't fit.
+
+    Without biases, the dict is empty, because mlx-lm finds the mode.
+    """
+    weight, scales, biases = (
+        own.get(f"{module}.{part}") for part in ("weight", "scales", "biases")
+    )
+    if shape is None or weight is None or scales is None:
+        return None
+    if biases is None:
+        return {} if scales.dtype == mx.uint8 else None
+    try:
+        bits, group = weight.shape[-1] * 32 // shape[-1], shape[-1] // scales.shape[-1]
+        whole = mx.dequantize(weight, scales, biases, group_size=group, bits=bits)
+    except (IndexError, ValueError, ZeroDivisionError):
+        return None
+    return {"group_size": group, "bits": bits} if whole.shape == shape else None
 
 
 def _add_ones(own: Mapping[str, mx.array], kept: Weights, *, is_raw: bool) -> dict[str, mx.array]:

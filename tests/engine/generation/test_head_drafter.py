@@ -1,5 +1,7 @@
 """Drafts by a model's own MTP head: fewer passes, and never another answer."""
 
+import os
+import shutil
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -189,6 +191,41 @@ def test_a_head_that_fails_is_not_asked_again(right: Path) -> None:
     assert fault.message == "mtp head, off now: ValueError: no more"
     assert len(calls) == 1
     assert [each.name for each in engine._drafts.sources] == ["prompt_lookup"]
+
+
+def test_a_guess_that_cannot_be_computed_fails_no_pass(right: Path, tmp_path: Path) -> None:
+    """Its KV, in which the guess is written, is the running answers' too."""
+    expected, _ = answer_at_random(open_engine(right), ask(2))
+    engine = open_engine(right, speculate_rows=4)
+    drafter = engine._drafts.sources[-1]
+    assert isinstance(drafter, HeadDrafter)
+    guess, file = drafter._model.guess, tmp_path / "cut.safetensors"
+    mx.save_safetensors(str(file), {"zeros": mx.zeros((1, 1, 64))})
+    opened: Any = mx.load(str(file))
+    os.truncate(file, file.stat().st_size - 100)  # it is read when it is evaluated
+    drafter._model.guess = lambda hidden, *rest: guess(hidden + opened["zeros"], *rest)
+    batch = Batch(engine)
+    rows = [batch.ask(*job) for job in ask(2)]
+    batch.finish()
+    assert all(batch.answers[row].says_as(one) for row, one in zip(rows, expected, strict=True))
+    [fault] = batch.faults
+    assert fault.message.startswith("mtp head, off now: RuntimeError")
+
+
+def test_a_head_whose_guesses_are_not_numbers_is_named(random: Path, tmp_path: Path) -> None:
+    """Its KV keeps prompts out of the prefix cache, so it tells how to leave it out."""
+    weights: Any = mx.load(str(random / "model.safetensors"))
+    broken = {name: each * (mx.nan if ".mtp.fc." in name else 1) for name, each in weights.items()}
+    shutil.copytree(random, tmp_path / "broken")
+    mx.save_safetensors(str(tmp_path / "broken" / "model.safetensors"), broken)
+    expected, _ = answer_at_random(open_engine(random), ask(2))
+    batch = Batch(open_engine(tmp_path / "broken", speculate_rows=4))
+    rows = [batch.ask(*job) for job in ask(2)]
+    batch.finish()
+    assert all(batch.answers[row].says_as(one) for row, one in zip(rows, expected, strict=True))
+    [fault] = batch.faults
+    assert fault.message.startswith("mtp head, off now: ")
+    assert "`mtp_head: false`" in fault.message
 
 
 def test_a_head_takes_part_in_the_engines_size(right: Path) -> None:

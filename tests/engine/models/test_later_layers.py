@@ -13,6 +13,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from gateway.engine.kv.layers import batch_of_one, make_batch_caches
 from gateway.engine.models.checkpoint import Checkpoint
 from gateway.engine.models.head_names import head_tensors
+from gateway.errors import ModelLoadFailed
 from tests.checkpoints import AFTER_LAST, add_head, write_chat
 from tests.engine.models.plain_heads import (
     TOKENS,
@@ -302,6 +303,34 @@ def test_a_head_in_fp8_guesses_as_its_numbers_in_float32_do(tmp_path: Path) -> N
     assert np.std(guesses[0]) > 0.1
 
 
+@pytest.mark.parametrize(
+    ("part", "change"),
+    [
+        ("scales", lambda each: each[:, :-1]),
+        ("scales", lambda each: each[:-1]),
+        ("scales", lambda each: each[:, :0]),
+        ("scales", lambda _: mx.array(0.0)),
+        ("biases", lambda _: mx.array(0.0)),
+        ("biases", lambda _: None),
+        ("weight", lambda each: each[:, :-3]),
+        ("weight", lambda each: each[:, :0]),
+        ("weight", lambda each: each.astype(mx.float32)),
+    ],
+)
+def test_a_packed_head_whose_arrays_do_not_fit_is_named_and_left_out(
+    part: str, change: Any, tmp_path: Path
+) -> None:
+    folder = add_head(write_chat(tmp_path, **AFTER_LAST))
+    packed = pack_head(folder, ".layers.2.", fc_bits=4)
+    name = f"model.layers.2.eh_proj.{part}"
+    changed = {**packed, name: change(packed[name])}
+    kept = {name: each for name, each in changed.items() if each is not None}
+    mx.save_safetensors(str(folder / "model.safetensors"), kept)
+    model, (note,) = load(folder)
+    assert note == "its MTP head is not used: it lacks or has others than these: fc"
+    assert len(make_prompt_cache(model)) == len(model.layers)
+
+
 @pytest.mark.parametrize("lost", ["eh_proj.weight", "self_attn.kv_b_proj.weight"])
 def test_a_layer_that_lacks_arrays_is_named_and_left_out(lost: str, tmp_path: Path) -> None:
     folder, _ = write(tmp_path, "deepseek_v3")
@@ -311,4 +340,49 @@ def test_a_layer_that_lacks_arrays_is_named_and_left_out(lost: str, tmp_path: Pa
     mx.save_safetensors(str(file), kept)
     model, (note,) = load(folder)
     assert note.startswith("its MTP head is not used: it lacks or has others than these: ")
+    assert len(make_prompt_cache(model)) == len(model.layers)
+
+
+@pytest.mark.parametrize("has_head", [False, True])
+@pytest.mark.parametrize("heads", [None, 0, 1])
+def test_more_layers_than_a_config_counts_are_refused(
+    heads: int | None, has_head: bool, tmp_path: Path
+) -> None:
+    config = {**AFTER_LAST, "num_nextn_predict_layers": heads}
+    folder = add_head(write_chat(tmp_path, **config, num_hidden_layers=4))
+    whole = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**whole, "num_hidden_layers": 2}))
+    with pytest.raises(ModelLoadFailed, match=r"model\.layers\.3"):
+        load(folder, has_head=has_head)
+
+
+def test_the_first_of_two_heads_drafts(tmp_path: Path) -> None:
+    folder = add_head(write_chat(tmp_path, **{**AFTER_LAST, "num_nextn_predict_layers": 2}))
+    file = folder / "model.safetensors"
+    weights: Any = mx.load(str(file))
+    second = {n.replace(".2.", ".3."): each * 2 for n, each in weights.items() if ".2." in n}
+    mx.save_safetensors(str(file), {**weights, **second})
+    model, notes = load(folder)
+    assert not notes
+    [weight] = [each for name, each in weights.items() if name.endswith("eh_proj.weight")]
+    np.testing.assert_array_equal(model.mtp.fc.weight, weight)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "array"),
+    [
+        ("mimo", "model.mtp_layers.0.input_proj.weight", mx.array(1.0)),
+        ("deepseek_v3", "model.layers.2.self_attn.kv_b_proj.weight", mx.zeros(3)),
+        ("deepseek_v3", "model.layers.2.mlp.experts.1.gate_proj.weight", mx.zeros((3, 2))),
+    ],
+)
+def test_a_head_whose_arrays_cannot_be_put_together_is_named_and_left_out(
+    kind: str, name: str, array: mx.array, tmp_path: Path
+) -> None:
+    folder, _ = write(tmp_path, kind)
+    weights: Any = mx.load(str(folder / "model.safetensors"))
+    mx.eval(weights)  # before their file is written again
+    mx.save_safetensors(str(folder / "model.safetensors"), {**weights, name: array})
+    model, (note,) = load(folder)
+    assert note.startswith("its MTP head is not used")
     assert len(make_prompt_cache(model)) == len(model.layers)

@@ -1,7 +1,8 @@
 """Qwen3.5's MTP head guesses as a plain reading of its description does, however it is stored."""
 
+import gc
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from gateway.engine.device import Device
+from gateway.engine.models.checkpoint import Checkpoint
+from gateway.engine.models.decoders import Numbers, parameters, read_decoder
 from tests.checkpoints import HEADED, add_head, write_chat
 from tests.engine.models.plain_heads import (
     TOKENS,
@@ -213,3 +217,49 @@ def test_a_head_of_another_form_is_named_and_left_out(
     assert str(lacking or extra) in note
     np.testing.assert_array_equal(plain, model.language_model.model(mx.array([TOKENS])))
     assert len(model.make_cache()) == len(model.layers)
+
+
+@pytest.mark.parametrize("dtype", [mx.uint8, mx.int32, mx.bool_, mx.complex64])
+def test_a_head_of_numbers_that_are_not_floating_is_named_and_left_out(
+    dtype: mx.Dtype, tmp_path: Path
+) -> None:
+    folder = add_head(write_chat(tmp_path, **HEADED))
+
+    def change(name: str, each: mx.array) -> tuple[str, mx.array]:
+        return name, each.astype(dtype) if name == f"{PREFIX}fc.weight" else each
+
+    rewrite(folder, change)
+    model, (note,) = load(folder)
+    assert note.endswith("fc.weight")
+    assert len(model.make_cache()) == len(model.layers)
+
+
+def read(folder: Path, numbers: Numbers) -> Any:
+    checkpoint = Checkpoint("mine", folder)
+
+    def steps() -> Iterator[Any]:
+        yield (
+            yield from read_decoder(checkpoint, device=Device.CPU, numbers=numbers, has_head=True)
+        )
+
+    *_, model = steps()
+    return model
+
+
+def test_a_heads_arrays_as_stored_are_freed_once_they_are_read(tmp_path: Path) -> None:
+    """Nor do those in memory outlive the model, although Python keeps its class for a while."""
+    folder = add_head(write_chat(tmp_path, **HEADED))
+    rewrite(folder, lambda name, each: (name, each.astype(mx.bfloat16)))
+    numbers = Numbers(dtype="float32")
+    gc.collect()
+    before = mx.get_active_memory()
+    gc.disable()
+    try:
+        model = read(folder, numbers)
+        needed = sum(array.nbytes for array in parameters(model))
+        head = sum(array.nbytes for array in parameters(model.language_model.mtp))
+        assert mx.get_active_memory() - before < needed + head / 4
+        del model
+        assert mx.get_active_memory() - before < head / 4
+    finally:
+        gc.enable()
