@@ -29,14 +29,15 @@ help: ## List the commands
 serve: setup ## Serve models.yaml on http://127.0.0.1:8000
 	@$(BIN)/mlx-gateway serve
 
-# Three processes fill two cores: each waits for others a third of its time. A module's tests stay
-# together, for what they share, until one process has none left and takes some of another's.
-# Graphiti's tests are `make compat-ci`'s.
-PYTEST := $(BIN)/python -m pytest -n 3 --dist worksteal --ignore compat_tests/graphiti --ignore compat_tests/dashboard
+# One process more than there are cores, as each waits for others a third of its time; at most eight,
+# for each takes a gigabyte. A module's tests stay together, for what they share, until one process
+# has none left and takes some of another's. Graphiti's tests are `make compat-ci`'s.
+TESTERS ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 7 ? cores + 1 : 8)))
+PYTEST = $(BIN)/python -m pytest -n $(TESTERS) --dist worksteal --ignore compat_tests/graphiti --ignore compat_tests/dashboard
 test: setup-dev ## Run the tests, but the slow ones and those with real clients (four minutes)
 	$(PYTEST)
 
-test-all: setup-dev ## Run the slow ones too, as .ci/run does (twelve minutes)
+test-all: setup-dev ## Run the slow ones too, as .ci/run does (twelve minutes on two cores)
 	$(PYTEST) -m "not compat and not soak and not dist"
 
 # What needs no socket, no process of its own and no model.
