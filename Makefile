@@ -34,7 +34,7 @@ serve: setup ## Serve models.yaml on http://127.0.0.1:8000
 # has none left and takes some of another's. Graphiti's tests are `make compat-ci`'s.
 TESTERS ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 7 ? cores + 1 : 8)))
 PYTEST = $(BIN)/python -m pytest -n $(TESTERS) --dist worksteal --ignore compat_tests/graphiti --ignore compat_tests/dashboard
-test: setup-dev ## Run the tests, but the slow ones and those with real clients (four minutes)
+test: setup-dev ## Run the tests, but the slow ones and those with real clients (eight minutes on two cores)
 	$(PYTEST)
 
 test-all: setup-dev ## Run the slow ones too, as .ci/run does (twelve minutes on two cores)
