@@ -113,6 +113,16 @@ class Alone:
         if params.echoed is not None and (tokens or told.is_over):
             self._check_echo(params, told.prompt, logits)
 
+    def continued(self, context: list[int], count: int) -> list[int]:
+        """Return the `count` likeliest tokens after a context, one after another."""
+        cache, tokens = make_prompt_cache(self._model), list[int]()
+        read = context
+        while len(tokens) < count:
+            logits = self._model(mx.array([read]), cache=cache)[0, -1]
+            read = [int(logits.argmax().item())]
+            tokens += read
+        return tokens
+
     def _score(self, logits: mx.array, token: int, wanted: int | None) -> TokenScores | None:
         if wanted is None:
             return None

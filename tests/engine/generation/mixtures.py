@@ -132,9 +132,9 @@ class Models:
     def write(cls, folder: Path, kind: str) -> "Models":
         base = teach_thinking(write_chat(folder / "base", **KINDS[kind]), opens=True)
         if kind in HEADS:
-            add_head(base, is_right=True)
+            add_head(base)
         if kind == ASSISTANT:
-            stranger = write_assistant(folder / "stranger", base, is_right=True)
+            stranger = write_assistant(folder / "stranger", base)
         else:
             stranger = write_chat(folder / "stranger", seed=5, num_hidden_layers=1, **BASE)
             teach_thinking(stranger, opens=True)
@@ -291,6 +291,8 @@ class Mixture:
         self.counts: Counter[str] = Counter()
         self.done: deque[str] = deque(maxlen=REMEMBERED)
         self._alone: dict[str, Alone] = {}
+        if kind in HEADS or kind == ASSISTANT:
+            self._inform(self.engine._drafts.sources[-1])
         self._compiled: dict[Grammar, Compiled] = {}
         lengths = (3, 30, 60, 90)
         self.heads = ["".join(self.chance.choices(WORDS, k=length)) for length in lengths]
@@ -474,6 +476,27 @@ class Mixture:
             engine = open_engine(folder, kv_bits=self.settings.kv_bits)
             self._alone[name] = Alone(engine, rounding)
         return self._alone[name]
+
+    def _inform(self, source: Any) -> None:
+        """Let most drafts of random weights be right, at least in part."""
+        draft = source.draft
+
+        def informed(seqs: Any, rooms: Any) -> dict[int, Sequence[int]]:
+            drafts = draft(seqs, rooms)
+            return {
+                number: self._correct(number, list(seqs[number].context), tokens)
+                for number, tokens in drafts.items()
+            }
+
+        source.draft = informed
+
+    def _correct(self, number: int, context: list[int], tokens: Sequence[int]) -> Sequence[int]:
+        if self.chance.random() < 0.2:
+            return tokens
+        right = self._speaker(self.rows[number].adapter).continued(context, len(tokens))
+        if self.chance.random() < 0.4:
+            right[-1] = self.chance.randrange(VOCABULARY)
+        return right
 
     def _compile(self, grammar: Grammar) -> Compiled:
         if grammar not in self._compiled:

@@ -13,7 +13,7 @@ from tests.engine.generation.mixtures import ASSISTANT, HEADS, KINDS, Mixture, M
 pytestmark = pytest.mark.slow
 
 # One in which much happens in little time: prompts kept and drafts, whatever else.
-SEEDS = {"plain": 4, "sliding": 5, "hybrid": 11, "states": 1, "head": 3, "later": 3, "assistant": 0}
+SEEDS = {"plain": 4, "sliding": 5, "hybrid": 11, "states": 1, "head": 2, "later": 1, "assistant": 0}
 LONG_STEPS = 10_000 / len(KINDS)
 ALWAYS = {
     "joined",
