@@ -135,10 +135,14 @@ def _of_classifier(config: Mapping[str, Any], kind: str) -> Kind:
 
 def _of_decoder(folder: Path, model: str, kind: str, config: Mapping[str, Any]) -> Kind:
     with keep_file_limits():
+        from gateway.engine.models.checkpoint import ASSISTANTS
         from gateway.engine.models.decoders import is_known  # mlx-lm takes a second to import
 
     if "model_file" in config:
         raise _Unclear("it needs code of its own, which is never run")
+    if kind in ASSISTANTS:
+        what = "it only guesses tokens for a model of Gemma 4, whose `draft:` it may be"
+        raise _Unclear(what, "kind: chat")
     if not re.fullmatch(r"\w[\w-]*", kind) or not is_known(kind):
         raise _Unclear(f"mlx-lm has no architecture {kind!r:.60}")
     templates = [name for name in _TEMPLATES if (folder / name).is_file()]

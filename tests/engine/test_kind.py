@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gateway.engine.discovery import TELLING, read_kind
 from gateway.errors import ModelRefused
-from tests.checkpoints import write_chat
+from tests.checkpoints import GEMMA4, write_assistant, write_chat
 from tests.engine.embedding.harness import GOLDEN
 from tests.gguf_files import write_model
 
@@ -42,6 +42,13 @@ def test_each_kind_is_read_from_its_files(tmp_path: Path) -> None:
     assert kind(tmp_path / "c", BERT, "1_Pooling/config.json") == "embedding"
     assert kind(tmp_path / "d", RANKER, "config_sentence_transformers.json") == "rerank"
     assert read_kind(write_chat(tmp_path / "e"), "mine", "path:e") == "chat"
+
+
+def test_gemma_4s_drafter_is_named_as_a_draft(tmp_path: Path) -> None:
+    drafter = write_assistant(tmp_path / "small", write_chat(tmp_path / "model", **GEMMA4))
+    with pytest.raises(ModelRefused, match="whose `draft:` it may be") as refused:
+        read_kind(drafter, "small", "path:small")
+    assert '"small": {kind: chat, source: "path:small"}' in str(refused.value)
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,7 @@ from gateway.jobs.steps import Drafter
 
 MOST_GUESSED: Final = 4  # the most tokens per draft
 _FIRST_LENGTH: Final = 2
-_NOT_FINITE: Final = (
-    "its guesses are not finite numbers, and prompts with such KV are not kept: set "
-    "`mtp_head: false`"
-)
+_NOT_FINITE: Final = "its guesses are not finite numbers"
 
 
 @dataclass(slots=True)
@@ -38,6 +35,7 @@ class HeadDrafter:
     name: Drafter = "mtp_head"
     reads_images = True
     nbytes = 0  # the model and the batch have its weights and its KV
+    _advice = ", and prompts with such KV are not kept: set `mtp_head: false`"
 
     def __init__(self, model: Any, *, vocab_size: int) -> None:
         self._model, self._vocab_size = model, vocab_size
@@ -101,17 +99,23 @@ class HeadDrafter:
             while len(guessed) < length:
                 hidden = self._model.guess(hidden, guessed[-1], kv)
                 guessed.append(self._likeliest(hidden))
-            drafts: Any = mx.concatenate(guessed, axis=1)
-            is_finite = mx.isfinite(hidden).all()
-            mx.eval(drafts, is_finite)
+            return self._evaluate(guessed, hidden)
         except Exception:
             # The next pass would compute what has just failed.
             kv.planes = [mx.zeros(plane.shape, plane.dtype) for plane in kv.planes]
             raise
         finally:
             kv.lengths = before
+
+    def _evaluate(self, guessed: list[mx.array], hidden: mx.array) -> list[list[int]]:
+        """Return the guessed tokens, each (rows, 1), by rows. Raises ValueError if the last hidden
+        states are not finite.
+        """
+        drafts: Any = mx.concatenate(guessed, axis=1)
+        is_finite = mx.isfinite(hidden).all()
+        mx.eval(drafts, is_finite)
         if not is_finite.item():
-            raise ValueError(_NOT_FINITE)
+            raise ValueError(f"{_NOT_FINITE}{self._advice}")
         return drafts.tolist()  # type: ignore[no-any-return]
 
     def _likeliest(self, hidden: mx.array) -> mx.array:

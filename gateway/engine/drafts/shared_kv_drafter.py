@@ -1,6 +1,7 @@
 """Drafts from Gemma 4's drafter, which reads the hidden states and the KV of its target.
 
-It keeps no KV, so nothing is undone after a draft.
+It keeps no KV, so nothing is undone after a draft. The target's states are kept in the last of its
+caches, where they are undone with the others (`gemma4_assistant.keep_states`).
 """
 
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ class SharedKvDrafter(HeadDrafter):
     """The draft source that uses a drafter of Gemma 4 beside its target, which keeps states."""
 
     name: Drafter = "draft_model"
+    _advice = ""
 
     def __init__(self, model: Any, target: Any, *, vocab_size: int) -> None:
         super().__init__(model, vocab_size=vocab_size)
@@ -36,9 +38,7 @@ class SharedKvDrafter(HeadDrafter):
             states = self._model(mx.concatenate([embedded, hidden], axis=-1), kv, offset)
             guessed.append(self._likeliest(states))
             hidden = self._model.post_projection(states)
-        drafts: Any = mx.concatenate(guessed[1:], axis=1)
-        mx.eval(drafts)
-        return drafts.tolist()  # type: ignore[no-any-return]
+        return self._evaluate(guessed[1:], hidden)
 
     def _read_kv(self) -> KvOfTypes:
         """Return the target's KV that each type of layer reads, with masks of unused places."""

@@ -14,7 +14,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import MODEL_REMAPPING, load_model
 
 from gateway.engine.device import Device, pick_dtype
-from gateway.engine.models.checkpoint import Checkpoint, read_in_slices
+from gateway.engine.models.checkpoint import Checkpoint, read_in_slices, reads_target
 from gateway.engine.models.configs import classes_of
 from gateway.engine.models.corrections import correct
 from gateway.engine.models.counts import bounding_modules, check_depth, text_config
@@ -51,7 +51,8 @@ def open_decoder(
 
     def bounded_classes(config: dict[str, Any]) -> tuple[Any, type]:
         # mlx-lm and transformers have different defaults, so the weights tell if the head is tied.
-        config.setdefault("tie_word_embeddings", not any(map(_HEAD.search, weights)))
+        if not reads_target(checkpoint):  # these may have a copy of what is tied
+            config.setdefault("tie_word_embeddings", not any(map(_HEAD.search, weights)))
         chosen = classes(config)
         check_depth(config, chosen[1], weights)
         if has_mtp_head(config, weights):

@@ -71,8 +71,10 @@ class Model(_Text):  # type: ignore[misc]
         self.pre_projection = Linear(2 * args.backbone_hidden_size, text.hidden_size, bias=False)
         self.post_projection = Linear(text.hidden_size, args.backbone_hidden_size, bias=False)
         if args.use_ordered_embeddings:
-            if text.vocab_size % args.num_centroids:
+            if args.num_centroids < 1 or text.vocab_size % args.num_centroids:
                 raise ValueError("num_centroids does not divide vocab_size")
+            if not 0 < args.centroid_intermediate_top_k <= args.num_centroids:
+                raise ValueError("centroid_intermediate_top_k is not in 1 … num_centroids")
             self.masked_embedding = _Centroids(args, text.hidden_size, text.vocab_size)
 
     @property
@@ -106,7 +108,7 @@ class Model(_Text):  # type: ignore[misc]
         return mx.put_along_axis(others, tokens, logits, axis=-1)
 
     def sanitize(self, weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
-        return {name: array for name, array in weights.items() if name != "lm_head.weight"}
+        return {name: each for name, each in weights.items() if not name.startswith("lm_head.")}
 
 
 def text_model(target: Any) -> Any:
@@ -151,6 +153,11 @@ def find_misfit(drafter: Model, target: Any) -> str:
     text, args = text_model(target), drafter.args
     if text is None:
         return "it is not a model of Gemma 4"
+    if args.use_ordered_embeddings:  # MLX reads and writes beyond an array's end without an error
+        ordering = drafter.masked_embedding.token_ordering
+        is_token = (ordering >= 0) & (ordering < drafter.text.vocab_size)
+        if not mx.issubdtype(ordering.dtype, mx.integer) or not is_token.all().item():
+            return "masked_embedding.token_ordering names what are no tokens"
     pairs = {
         "backbone_hidden_size": (args.backbone_hidden_size, text.args.hidden_size),
         "vocab_size": (drafter.text.vocab_size, text.args.vocab_size),

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from gateway.engine.models.decoders import Numbers
 from gateway.errors import ModelLoadFailed
 from gateway.jobs.chat import Sampling
 from tests.checkpoints import GEMMA4, write_assistant, write_chat
-from tests.engine.generation.harness import PLENTY, answer_at_random, open_engine
+from tests.engine.generation.harness import PLENTY, Batch, answer_at_random, open_engine
 
 pytestmark = pytest.mark.slow
 
@@ -210,3 +210,58 @@ def test_a_drafter_alone_is_refused(target: Path, tmp_path: Path) -> None:
     drafter = write_assistant(tmp_path / "drafter", target)
     with pytest.raises(ModelLoadFailed, match="name it as that model's `draft:`"):
         open_engine(drafter)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda order: order + 1,
+        lambda order: order - 1,
+        lambda order: order + 1_000_000,
+        lambda order: order.astype(mx.float32),
+    ],
+)
+def test_an_order_of_what_are_no_tokens_is_refused(
+    target: Path, tmp_path: Path, change: Callable[[mx.array], mx.array]
+) -> None:
+    """MLX would write beyond the logits' end, which may end the process."""
+    drafter = write_assistant(tmp_path / "drafter", target, use_ordered_embeddings=True)
+    file, name = drafter / "model.safetensors", "masked_embedding.token_ordering"
+    weights: Any = mx.load(str(file))
+    rewrite(file, {**weights, name: change(weights[name])})
+    with pytest.raises(ModelLoadFailed, match="token_ordering names what are no tokens"):
+        open_engine(target, speculate_rows=4, draft=drafter)
+
+
+@pytest.mark.parametrize("parts", [["weight"], ["weight", "scales", "biases"]])
+def test_a_copy_of_the_tied_embedding_is_left_out(
+    right: tuple[Path, Path], tmp_path: Path, parts: list[str]
+) -> None:
+    model, whole = right
+    folder = shutil.copytree(whole, tmp_path / "copied")
+    file = folder / "model.safetensors"
+    weights: Any = mx.load(str(file))
+    copied = {f"lm_head.{part}": weights["model.embed_tokens.weight"] for part in parts}
+    rewrite(file, {**weights, **copied})
+    engine = open_engine(model, speculate_rows=4, draft=folder)
+    _, passes = answer_at_random(engine, ask(1))
+    assert sum(one.accepted for one in passes) > 0.7 * sum(one.drafted for one in passes)
+
+
+def test_a_drafter_of_nan_is_named_and_asked_no_more(target: Path, tmp_path: Path) -> None:
+    drafter = write_assistant(tmp_path / "drafter", target)
+    file, name = drafter / "model.safetensors", "model.norm.weight"
+    weights: Any = mx.load(str(file))
+    rewrite(file, {**weights, name: weights[name] * mx.nan})
+    batch = Batch(open_engine(target, speculate_rows=4, draft=drafter))
+    row = batch.ask(*ask(1)[0])
+    batch.finish()
+    [fault] = batch.faults
+    assert fault.message == "draft model, off now: ValueError: its guesses are not finite numbers"
+    [expected], _ = answer_at_random(open_engine(target), ask(1))
+    assert batch.answers[row].says_as(expected)
+
+
+def rewrite(file: Path, weights: dict[str, mx.array]) -> None:
+    mx.eval(weights)  # they may be in the file
+    mx.save_safetensors(str(file), weights)

@@ -127,6 +127,11 @@ def test_a_guess_is_that_of_plain_numpy(tmp_path: Path, is_ordered: bool) -> Non
     ("changes", "reason"),
     [
         ({"use_ordered_embeddings": True, "num_centroids": 11}, "num_centroids does not divide"),
+        (
+            {"use_ordered_embeddings": True, "num_centroids": 1, "centroid_intermediate_top_k": 2},
+            "centroid_intermediate_top_k is not in 1",
+        ),
+        ({"tie_word_embeddings": False}, "has tied embeddings and no experts"),
         ({"enable_moe_block": True}, "has tied embeddings and no experts"),
     ],
 )
