@@ -3,6 +3,7 @@
 import os
 import shutil
 from collections import Counter
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,10 @@ from mlx_lm.models.cache import make_prompt_cache
 from gateway.engine.drafts.head_drafter import HeadDrafter
 from gateway.engine.drafts.prompt_lookup import PromptLookup
 from gateway.engine.generation.engine import GenerationEngine
-from gateway.engine.kv.layers import StatesCache, go_back
+from gateway.engine.kv.layers import StatesCache, batch_of_one, go_back, make_batch_caches
 from gateway.jobs.chat import Sampling
 from tests.checkpoints import AFTER_LAST, HEADED, add_head, write_chat
+from tests.engine.generation.half_right import assert_likeliest, let_drafts_be_half_right
 from tests.engine.generation.harness import PLENTY, Batch, answer_at_random, open_engine
 
 pytestmark = pytest.mark.slow
@@ -79,6 +81,35 @@ def test_a_head_drafts_on_after_a_draft_that_was_right_in_part(
     after = [later for one, later in pairwise(passes) if 0 < one.accepted < one.drafted]
     assert len(after) > 10
     assert sum(each.accepted for each in after) > 0.7 * len(after)
+
+
+@pytest.mark.parametrize("config", [HEADED, AFTER_LAST], ids=["hybrid", "plain"])
+def test_a_guess_is_made_of_the_states_and_the_kv_of_the_model_alone(
+    config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is so in a crowd, after drafts that were right in part, and behind a kept prefix."""
+    folder = add_head(write_chat(tmp_path, **config))
+    engine = open_engine(folder, speculate_rows=4, prefix_cache_bytes=PLENTY)
+    model = engine._model
+
+    def check(context: list[int], tokens: Sequence[int]) -> None:
+        cache = batch_of_one(make_batch_caches(model))
+        model(mx.array([context[:-1]]), cache=cache)
+        states, kv = cache[-2:]
+        hidden, last = states[0], context[-1]
+        for token in tokens:
+            hidden = model.guess(hidden, mx.array([[last]]), kv)
+            assert_likeliest(model.score(hidden)[0, 0], token)
+            last = token
+
+    jobs = [(LONG * 2, {"sampling": GREEDY, "max_tokens": 30}), *ask(2)]
+    expected, _ = answer_at_random(open_engine(folder), jobs)
+    let_drafts_be_half_right(monkeypatch, HeadDrafter, model, check)
+    for _ in range(2):
+        found, passes = answer_at_random(engine, jobs)
+        assert all(other.says_as(one) for one, other in zip(expected, found, strict=True))
+        assert sum(0 < one.accepted < one.drafted for one in passes) > 10
+    assert found[0].cached_tokens > 0
 
 
 def test_a_row_that_joined_after_a_rollback_may_leave_while_the_next_pass_runs() -> None:

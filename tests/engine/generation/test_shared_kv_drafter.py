@@ -19,6 +19,7 @@ from gateway.engine.models.decoders import Numbers
 from gateway.errors import ModelLoadFailed
 from gateway.jobs.chat import Sampling
 from tests.checkpoints import GEMMA4, write_assistant, write_chat
+from tests.engine.generation.half_right import assert_likeliest, let_drafts_be_half_right
 from tests.engine.generation.harness import PLENTY, Batch, answer_at_random, open_engine
 
 pytestmark = pytest.mark.slow
@@ -73,19 +74,7 @@ def test_a_draft_is_made_of_the_states_and_the_kv_of_the_model_alone(
         model, prefix_cache_bytes=PLENTY, speculate_rows=4, draft=drafter, kv_bits=kv_bits
     )
     alone = Alone(engine, 1e-3 if kv_bits is None else 0.1)
-    draft, lengths = SharedKvDrafter.draft, set[int]()
-
-    def check(self: Any, seqs: Any, rooms: Any) -> dict[int, Sequence[int]]:
-        """Return drafts whose first token is right, and no other."""
-        drafts = draft(self, seqs, rooms)
-        for number, tokens in drafts.items():
-            context = list(seqs[number].context)
-            lengths.add(len(context))
-            alone.check(context, tokens)
-            drafts[number] = [alone.next(context), *[1] * len(tokens)][: len(tokens)]
-        return drafts
-
-    monkeypatch.setattr(SharedKvDrafter, "draft", check)
+    lengths = let_drafts_be_half_right(monkeypatch, SharedKvDrafter, engine._model, alone.check)
     expected, _ = answer_at_random(open_engine(model, kv_bits=kv_bits), ask(3))
     found, passes = answer_at_random(engine, ask(3))
     assert all(other.says_as(one) for one, other in zip(expected, found, strict=True))
@@ -100,10 +89,6 @@ class Alone:
         self.target, self.rounding = engine._model, rounding
         [self.drafter] = [e for e in engine._drafts.sources if isinstance(e, SharedKvDrafter)]
 
-    def next(self, context: list[int]) -> int:
-        logits = self.target(mx.array([context]), cache=make_prompt_cache(self.target))
-        return int(logits[0, -1].argmax().item())
-
     def check(self, context: list[int], tokens: Sequence[int]) -> None:
         """Assert that each token is the likeliest one after those before, but for rounding."""
         cache, text, model = make_prompt_cache(self.target), self.target.model, self.drafter._model
@@ -116,7 +101,7 @@ class Alone:
             embedded = text.embed_tokens(mx.array([[last]])) * text.embed_scale
             guessed = model(mx.concatenate([embedded, hidden], axis=-1), kv, len(context) - 1)
             logits = model.score(guessed)[0, 0]
-            assert (logits.max() - logits[token]).item() < self.rounding
+            assert_likeliest(logits, token, self.rounding)
             hidden, last = model.post_projection(guessed), token
 
 
