@@ -1,7 +1,7 @@
 """Train an MTP head for demo-chat: `python -m demo.train_head --out DIR --minutes 15`.
 
-The head guesses the token after the next one. Writes demo-chat with
-the head as a layer after the last, as DeepSeek V3 stores it; the other weights stay the same.
+The head guesses the token after the next one. Writes demo-chat with the head as a layer after the
+last, as DeepSeek V3 stores it; the other weights stay the same.
 """
 
 import json

@@ -151,7 +151,7 @@ BUDGET: dict[str, int] = {
     "cli": 2300,
     "clock": 42,
     "doctor": 529,
-    "engine": 17844,
+    "engine": 17843,
     "errors": 269,
     "ids": 6,
     "jobs": 371,

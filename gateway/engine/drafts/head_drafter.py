@@ -17,7 +17,6 @@ from gateway.jobs.steps import Drafter
 
 MOST_GUESSED: Final = 4  # the most tokens per draft
 _FIRST_LENGTH: Final = 2
-_NOT_FINITE: Final = "its guesses are not finite numbers"
 
 
 @dataclass(slots=True)
@@ -35,7 +34,7 @@ class HeadDrafter:
     name: Drafter = "mtp_head"
     reads_images = True
     nbytes = 0  # the model and the batch have its weights and its KV
-    _advice = ", and prompts with such KV are not kept: set `mtp_head: false`"
+    _after_nan = ", and prompts with such KV are not kept: set `mtp_head: false`"
 
     def __init__(self, model: Any, *, vocab_size: int) -> None:
         self._model, self._vocab_size = model, vocab_size
@@ -115,7 +114,7 @@ class HeadDrafter:
         is_finite = mx.isfinite(hidden).all()
         mx.eval(drafts, is_finite)
         if not is_finite.item():
-            raise ValueError(f"{_NOT_FINITE}{self._advice}")
+            raise ValueError(f"its guesses are not finite numbers{self._after_nan}")
         return drafts.tolist()  # type: ignore[no-any-return]
 
     def _likeliest(self, hidden: mx.array) -> mx.array:

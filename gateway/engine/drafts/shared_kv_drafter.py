@@ -21,7 +21,7 @@ class SharedKvDrafter(HeadDrafter):
     """The draft source that uses a drafter of Gemma 4 beside its target, which keeps states."""
 
     name: Drafter = "draft_model"
-    _advice = ""
+    _after_nan = ""
 
     def __init__(self, model: Any, target: Any, *, vocab_size: int) -> None:
         super().__init__(model, vocab_size=vocab_size)

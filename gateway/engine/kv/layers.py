@@ -29,9 +29,9 @@ class StatesCache(_Base):  # type: ignore[misc]
         self.cache: list[mx.array | None]
         # The states before the last pass, while a rollback may need them.
         self.earlier: list[mx.array | None] | None = None
-        # A model with an MTP head sets `recent`: the hidden states of a pass that may be undone,
-        # (rows, n, width). After a rollback by which tokens are read again, the first `known[i]` of
-        # row i are of accepted tokens.
+        # A model whose hidden states drafts are made from sets `recent`: those of a pass that may
+        # be undone, (rows, n, width). After a rollback by which tokens are read again, the first
+        # `known[i]` of row i are of accepted tokens.
         self.recent: mx.array | None = None
         self.known: tuple[int, ...] = ()
 
@@ -190,8 +190,8 @@ def _view(leaf: Any) -> Any:
 def go_back(layers: Sequence[Any], dropped: Sequence[int], read: Sequence[int]) -> None:
     """Remove the last `dropped[i]` of the `read[i]` tokens that a pass read of each row i.
 
-    If a layer has states, a row that drops any tokens drops all tokens of the pass. States of an
-    MTP head alone are chosen from those of the pass.
+    If a layer has states, a row that drops any tokens drops all tokens of the pass. Hidden states
+    that drafts are made from are chosen from those of the pass, if no layer has other states.
     """
     states = [layer for layer in layers if isinstance(layer, StatesCache)]
     goes_back = [count > 0 for count in dropped]
